@@ -274,6 +274,11 @@ def _run(query: int, key: int, step: int) -> masks.Mask:
   return leaves.PlacedRuns(masks.causal(), (250, 200), query + first, key + first, (1, 1), step)
 
 
+def _two_runs(*numbers: int) -> np.ndarray:
+  """Returns rows of chunks of 128 tokens, as of a member of a ring of layout zigzag."""
+  return np.concatenate([128 * n + np.arange(128, dtype=np.int32) for n in numbers])[None]
+
+
 _AMOUNT = np.abs(_normal())
 # Score mods, forward and backward.
 _SHIFTED = masks.offset(masks.causal(), np.array([3, -20], np.int32))  # queries that see nothing
@@ -293,6 +298,13 @@ MODS = {
         T=70, H=2, K=1, mod=every_mod(2, 70, 70)),
     # As in a step of a ring of consecutive tokens, and of one of every third token.
     "tables_of_a_run": Case(_run(60, 5, 1), T=70, H=2, K=1, mod=_tables()),
+    "tables_of_two_runs": Case(leaves.PlacedRuns(
+        masks.causal(), (1024, 1024), _two_runs(0, 3), _two_runs(1, 2), (2, 2), 1),
+        T=256, H=2, K=1, mod=_tables()),
+    "tables_of_two_striped_runs_of_keys": Case(leaves.PlacedRuns(
+        masks.causal(), (900, 900), *[np.concatenate(
+            [n + 7 * np.arange(128, dtype=np.int32) for n in first])[None]
+            for first in ((4,), (5, 0))], (1, 2), 7), T=128, S=256, H=2, K=1, mod=_tables()),
     "tables_of_every_third": Case(_run(61, 2, 3), B=2, T=70, H=2, K=1, mod=_tables()),
     "soft_cap_of_a_bias": _MODDED._replace(
         mod=score_mods.soft_cap(2.0), extras={"bias": ((2, 1, 70, 130), "float32"),
@@ -336,6 +348,22 @@ LISTS = {
     "lists_alone_with_a_bias": Case(
         _listed((1, 2, 140, 400), 2, 1, (128, 256), 1, 1), T=140, S=400, H=2, D=256,
         extras={"bias": ((1, 2, 140, 400), "float32"), "sinks": ((1, 2), "float32")}),
+    # Blocks that are no multiples of 128 tokens.
+    "a_list_a_token": Case(
+        masks.causal() & _listed((2, 2, 300, 300), 5, 2, (1, 64), 2, 1), B=2, T=300, H=2, K=1),
+    "keys_of_tokens": Case(
+        masks.segments(IDS[:1, :140], IDS[:1, :200]) & _listed(
+            (1, 4, 140, 200), 200, 40, (1, 1), 1, 2), T=140, S=200, H=4, K=2,
+        mod=score_mods.alibi(_normal(4)), spec={"dropout_prob": 0.3}, extras=_WORDS),
+    "small_blocks_with_a_bias": Case(
+        _listed((1, 2, 140, 200), 25, 6, (8, 8), 1, 2), T=140, S=200, H=2, D=192, E=128,
+        extras={"bias": ((1, 2, 140, 200), "float32"), "sinks": ((1, 2), "float32")}),
+    "uneven_blocks": Case(
+        masks.causal() & _listed((1, 4, 420, 420), 5, 2, (26, 96), 1, 4) & _listed(
+            (1, 4, 420, 420), 2, 1, (256, 256), 1, 2), T=420, H=4, K=2),
+    "pairs_of_keys": Case(masks.causal() & masks.window(200, 0) & _listed(
+        (1, 1, 260, 260), 130, 9, (2, 2), 1, 1), T=260, blocks=BlockSizes(256, 256)),
+    "three_keys": Case(_listed((1, 1, 200, 200), 67, 12, (1, 3), 1, 1), T=200),
 }
 # For the oracle, in place of those with infinite derivatives, which multiply zeros there.
 TOTAL_MODS = {"steep": score_mods.custom(_steep_where_visible, _AMOUNT)}

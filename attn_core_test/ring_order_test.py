@@ -111,16 +111,23 @@ class HopperTest(absltest.TestCase):
       text = jax.jit(run).trace(x, slopes, column, table).lower(
           lowering_platforms=("cuda",)).as_text()
       self.assertEqual(text.count("custom_call @mosaic_gpu"), 2 * kernels)  # of two steps
-    def said(*layout):
+    def said(tokens, *layout, **arguments):
+      x = jax.ShapeDtypeStruct((1, tokens, 2, 64), jnp.bfloat16)
       return str(explain(x, x, x, mechanism="ring", metadata=metadata_in(*layout),
-                         score_mod=score_mods.by_distance(np.ones((3, 2), np.float32))))
-    for layout in ("contiguous", "striped"):
-      self.assertIn("can, by context_parallel.gpu", said("ring", layout))
-    for variant, layout, words in (
-        ("ring", "zigzag", "'zigzag', not 'contiguous' or 'striped'"),
-        ("all_gather", "striped", "'striped' whose devices gather keys or exchange heads")):
-      self.assertRegex(said(variant, layout), "by context_parallel.xla, not by context_parallel.gpu"
-                       f": .*distance. in a ring of layout {words}")
+                         score_mod=score_mods.by_distance(np.ones((3, 2), np.float32)),
+                         **arguments))
+    for tokens, layout in ((128, "contiguous"), (128, "striped"), (512, "zigzag")):
+      self.assertIn("can, by context_parallel.gpu", said(tokens, "ring", layout))
+    self.assertIn("can, by context_parallel.gpu", said(256, "all_gather", "striped"))
+    for tokens, variant, layout, runs, length, least, sizes in (
+        (128, "ring", "zigzag", (2, 2), 32, 128, BlockSizes()),
+        (512, "ring", "zigzag", (2, 2), 128, 256, BlockSizes(block_kv=256)),
+        (128, "all_gather", "striped", (1, 2), 64, 128, BlockSizes())):
+      self.assertRegex(
+          said(tokens, variant, layout, block_sizes=sizes),
+          "by context_parallel.xla, not by context_parallel.gpu: .*distance. in layout "
+          f"{layout!r}, where a device has {runs[0]} runs of query positions and {runs[1]} of key "
+          f"positions of {length} and {length} tokens: only multiples of {least} are taken")
 
   @unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
   def test_an_exchange_goes_on_while_a_ring_step_computes(self):

@@ -421,19 +421,12 @@ class TpuTest(parameterized.TestCase):
     self.assertEqual(of_shapes.mask, spec.mask)
     self.assertEqual(shapes.mask.arrays[0].shape, (2, 2, 4, 2))
 
-  @parameterized.parameters(
-      (lambda x: masks.selected_blocks(x, 64, 128), 4, "with block_q=64: the kernels for {}", True),
-      (lambda x: masks.selected_blocks(x, 128, 96), 2, "with block_kv=96: the kernels for {}",
-       True),
-      (lambda x: ~masks.selected_blocks(x, 128, 128), 2, "under `|`, `~` or masks.placed: the "
-       "kernels for {}", False))
-  def test_refuses(self, make, count, message, only_hopper):
+  def test_refuses(self):
     like = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
-    chips_and_metadata = [("Hopper", HOPPER), ("TPUs", OperationMetadata(platform="tpu"))]
-    for chips, metadata in chips_and_metadata[:1 if only_hopper else 2]:
-      text = str(explain(like, like, like, mask=make(np.zeros((1, 1, count, 1), np.int32)),
-                         metadata=metadata))
-      self.assertIn(message.format(chips), text)
+    mask = ~masks.selected_blocks(np.zeros((1, 1, 2, 1), np.int32), 128, 128)
+    for chips, metadata in (("Hopper", HOPPER), ("TPUs", OperationMetadata(platform="tpu"))):
+      text = str(explain(like, like, like, mask=mask, metadata=metadata))
+      self.assertIn(f"under `|`, `~` or masks.placed: the kernels for {chips}", text)
       self.assertRegex(text, "blockwise.*can, by flash.xla")
 
   def test_refuses_blocks_that_divide_no_listed_one(self):
@@ -469,11 +462,44 @@ class HopperTest(parameterized.TestCase):
         visited = np.asarray(found.indices[at])[:found.num_visited[at]]
         np.testing.assert_array_equal(np.sort(visited), np.flatnonzero(expected[at]))
 
-  def test_whole_calls_run_the_kernel(self):
+  @parameterized.parameters((1, 1, 300), (1, 64, 300), (26, 96, 420), (8, 2, 300))
+  def test_reads_what_small_blocks_list(self, block_q, block_kv, tokens):
+    """Visited tiles and the bits of their pairs, of each direction and of traced lists."""
+    shape = 2, 6, tokens, tokens
+    mask = masks.causal() & fitted(masks.selected_blocks(
+        lists(cdiv(tokens, block_kv), 2, 3, cdiv(tokens, block_q), 5, seed=24), block_q, block_kv),
+                                   shape)
+    arrays, structure = jax.tree.flatten(mask)
+    query, key = (jax.ShapeDtypeStruct((2, tokens, heads, 64), jnp.bfloat16) for heads in (6, 3))
+    expected = dense(mask, shape)
+    for by_keys, indices in ((False, arrays[0]), (True, jnp.asarray(arrays[0]))):
+      operands = Operands(query, key, key, mask=MaskOperands((indices,)))
+      blocks = gpu_tiling.Tiling(tokens, tokens, 128, 128, 2, 64, 64)
+      params, found, inputs = kernel_params.make_kernel_params(
+          operands, AttentionSpec(structure, 1.0), blocks, by_keys)
+      bits, = params.loader.lists
+      words = np.repeat(np.asarray(inputs.lists[0]), bits.group, 1)[..., :tokens]
+      pairs = words[:, :, :, None] >> np.arange(32)[:, None] & 1
+      pairs = np.repeat(pairs.reshape(2, 6, -1, tokens), bits.size, 2)[:, :, :tokens] == 1
+      self.assertEqual(bits.by_key, by_keys and block_kv == 1)
+      pairs = pairs if bits.by_key else pairs.swapaxes(2, 3)  # [.., queries, keys]
+      np.testing.assert_array_equal(pairs & np.tri(tokens, dtype=bool), expected)
+      padded = np.pad(expected, ((0, 0), (0, 0), *[(0, -tokens % 128)] * 2))
+      tiles = padded.reshape(2, 6, padded.shape[2] // 128, 128, -1, 128)
+      seen, full = tiles.any((3, 5)), tiles.all((3, 5))
+      for at in np.ndindex(2, 6, seen.shape[2]):
+        row = lambda x, at=at: (x.swapaxes(2, 3) if by_keys else x)[at]
+        visited = np.asarray(found.indices[at])[:found.num_visited[at]]
+        self.assertLessEqual(set(np.flatnonzero(row(seen))), set(visited))
+        self.assertLessEqual(set(visited[:found.num_full[at]]), set(np.flatnonzero(row(full))))
+
+  @parameterized.named_parameters(
+      ("blocks", masks.selected_blocks(np.zeros((1, 1, 4, 1), np.int32), 128, 128)),
+      ("keys", masks.selected_keys(np.zeros((1, 512, 1), np.int32))))
+  def test_whole_calls_run_the_kernel(self, mask):
     array = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
     def run(x):
-      return attention(x, x, x, causal=True, metadata=HOPPER, mask=masks.selected_blocks(
-          np.zeros((1, 1, 4, 1), np.int32), 128, 128)).attention_outputs
+      return attention(x, x, x, causal=True, metadata=HOPPER, mask=mask).attention_outputs
     for function in (run, jax.grad(lambda x: run(x).astype(jnp.float32).sum())):
       self.assertIn("gpu", str(jax.make_jaxpr(function)(array)))
 
@@ -490,6 +516,15 @@ class HopperTest(parameterized.TestCase):
           f"{field}=128: the kernels for Hopper [^\n]*; give a divisor of 128, or None\n"))
       for length, size in ((512, 128), (100, 256)):
         self.assertIn("can, by flash.gpu", said(length, **{field: size}))
+
+  def test_refuses_bits_of_no_power_of_two(self):
+    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    said = lambda size: str(explain(
+        x, x, x, block_sizes=BlockSizes(block_kv=size), metadata=HOPPER,
+        mask=masks.selected_keys(np.zeros((1, 512, 1), np.int32))))
+    self.assertRegex(said(192), r"(?s)^blockwise runs.*flash_attn2 *block_sizes.block_kv=192 with "
+                     r"[^\n]*a power of two of keys; give 64, 128, 256 or None\n")
+    self.assertIn("can, by flash.gpu", said(256))
 
 
 class ErrorsTest(parameterized.TestCase):

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capabilities of implementations, and the request that they are asked to support."""
 
+import math
 import re
 from typing import Callable, Mapping, NamedTuple
 
@@ -13,6 +14,7 @@ from attn_core.dispatch import derivatives as derivatives_lib
 from attn_core.dispatch.latent import Widths
 from attn_core.masks import banded, mask as mask_lib
 from attn_core.score_mods import evaluate, traceable
+from attn_core.sharding.context_parallel import Sequence
 from attn_core.sharding.paged import PagedShapes
 from attn_core.sharding.placement import Placement
 from attn_core.types import (NO_SCORE_MOD, AttentionOutput, BlockSizes, Call, are_known,
@@ -282,10 +284,10 @@ def hopper_flash_limits(request: Request) -> str | None:
   """Limits of the block-wise kernels for Hopper."""
   from attn_core.kernels.common import listed
   from attn_core.kernels.gpu.flash import tiling  # Mosaic GPU takes 0.3 s to import
-  of_lists = mask_lib.of_structure(request.mask), request.lengths
+  mask = mask_lib.of_structure(request.mask)
   return (tiling.unsupported_reason(request.dtype, request.widths)
-          or listed.refusal(*of_lists, "Hopper")
-          or listed.refusal_of_sizes(*of_lists, request.blocks, "Hopper")
+          or listed.refusal(mask, "Hopper")
+          or listed.refusal_of_sizes(mask, request.lengths, request.blocks, "Hopper")
           or traceable.refusal(request.mod, request.mods, _at_positions(request), "Hopper"))
 
 
@@ -313,7 +315,7 @@ def tpu_flash_limits(request: Request) -> str | None:
   """Limits of the block-wise kernels for TPUs."""
   from attn_core.kernels.common import listed
   mask = mask_lib.of_structure(request.mask)
-  return (tpu_limits(request) or listed.refusal(mask, request.lengths, any_blocks=True)
+  return (tpu_limits(request) or listed.refusal(mask)
           or traceable.refusal(request.mod, request.mods, _at_positions(request)))
 
 
@@ -344,11 +346,14 @@ def collective_limits(request: Request) -> str | None:
 
 def hopper_ring_limits(request: Request) -> str | None:
   """Limits of a ring of the block-wise kernels for Hopper."""
-  sequence, at = None if request.placement is None else request.placement.sequence, ""
-  if sequence is not None and sequence.step is None:
-    at = f" in a ring of layout {sequence.layout!r}" + (
-        " whose devices gather keys or exchange heads" if sequence.layout == "striped" else
-        ", not 'contiguous' or 'striped'")
+  from attn_core.kernels.gpu.flash import score_tiles  # Mosaic GPU takes 0.3 s to import
+  sequence, at = _sequence_of(request), ""
+  if sequence is not None and sequence.attended_runs != (1, 1):
+    least = math.lcm(score_tiles.RUN_TOKENS, *(x for x in (
+        request.blocks.block_q, request.blocks.block_kv) if x))
+    if any(x % least for x in sequence.run_lengths):
+      at = (f"{_in_runs(sequence)} of {sequence.run_lengths[0]} and {sequence.run_lengths[1]} "
+            f"tokens: only multiples of {least} are taken")
   return collective_limits(request) or hopper_flash_limits(request) or traceable.refusal(
       request.mod, request.mods, at, "Hopper")
 
@@ -359,14 +364,23 @@ MOST_PAIRS_OF_RUNS = 4
 
 def tpu_ring_limits(request: Request) -> str | None:
   """Limits of a ring of the block-wise kernels for TPUs."""
-  sequence, at = None if request.placement is None else request.placement.sequence, ""
-  if sequence is not None:
-    queries, keys = sequence.runs(sequence.gathers or not sequence.key_axes)
-    if queries * keys > MOST_PAIRS_OF_RUNS:
-      at = (f" in layout {sequence.layout!r}, where a device has {queries} runs of query positions "
-            f"and {keys} of key positions: at most {MOST_PAIRS_OF_RUNS} pairs are taken")
+  sequence, at = _sequence_of(request), ""
+  if sequence is not None and math.prod(sequence.attended_runs) > MOST_PAIRS_OF_RUNS:
+    at = f"{_in_runs(sequence)}: at most {MOST_PAIRS_OF_RUNS} pairs are taken"
   return tpu_limits(request) or traceable.refusal(
       request.mod, request.mods, _at_positions(request) or at)
+
+
+def _sequence_of(request: Request) -> Sequence | None:
+  """Returns how the sequence is sharded; None: it is not."""
+  return None if request.placement is None else request.placement.sequence
+
+
+def _in_runs(sequence: Sequence) -> str:
+  """Returns where tables by distance have several runs of positions, as an error says it."""
+  queries, keys = sequence.attended_runs
+  return (f" in layout {sequence.layout!r}, where a device has {queries} runs of query positions "
+          f"and {keys} of key positions")
 
 
 def remote_limits(request: Request) -> str | None:

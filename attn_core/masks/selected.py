@@ -33,9 +33,10 @@ def selected_blocks(indices: ArrayLike, block_q: int, block_kv: int) -> Mask:
   Combine it with `causal()`, as the call does by default: the last block of a query usually
   extends past it. Blocks are counted by rows and columns, whatever the positions. The kernels for
   TPUs and for Hopper visit the listed blocks and no others where both blocks are multiples of 128
-  tokens. Those for TPUs take any blocks: they visit the tiles that some query of a tile lists, and
-  read a bit for each query and key block, for each list T * S / 256 bytes, or if that is more
-  T * S / (8 * n), where n is the greatest power of two that divides block_kv.
+  tokens. Of any other blocks they visit the tiles that some query of a tile lists, and read a bit
+  for each query and key block. For each list of a batch row and head these take on TPUs T * S / 256
+  bytes, or if that is more T * S / (8 * n), where n is the greatest power of two that divides
+  block_kv; on Hopper the latter, with n up to a block of the kernel, 64 or 128 keys.
 
   Args:
     indices: int32 [B or 1, K or 1, num_query_blocks, k], numbers of key blocks; H query heads in
@@ -71,9 +72,9 @@ def selected_keys(indices: ArrayLike) -> Mask:
   ...
 
   The top-k tokens of an indexer, as in DeepSeek Sparse Attention of DeepSeek-V3.2
-  (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp). The kernels for TPUs compute all keys of the
-  tiles that some query of a tile lists, and read a bit for each query and key, T * S / 8 bytes.
-  `multi_latent_attention` gathers the listed latent rows of each query, once for all heads; while
+  (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp). The kernels for TPUs and for Hopper compute
+  all keys of the tiles that some query of a tile lists, and read a bit for each query and key,
+  T * S / 8 bytes.
   decoding it reads no other row of a cache that is not in 8 bits.
 
   Args:

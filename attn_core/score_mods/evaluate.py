@@ -100,12 +100,6 @@ def is_consecutive(mask: mask_lib.Mask) -> bool:
   return runs_of(mask) == Runs()
 
 
-def step_of(mask: mask_lib.Mask) -> int | None:
-  """Returns how far apart neighboring positions are; None: they are not in one run."""
-  runs = runs_of(mask)
-  return runs.stride if runs is not None and runs.queries == runs.keys == 1 else None
-
-
 def runs_of(mask: mask_lib.Mask) -> Runs | None:
   """Returns the runs that positions form, one of each where the mask lists none; None: no runs."""
   found = Runs()

@@ -85,9 +85,16 @@ class Sequence(NamedTuple):
     return self.shards if self.layout == "striped" else 1
 
   @property
-  def step(self) -> int | None:
-    """The distance of neighbors where all that attend together are one run; None: several runs."""
-    return self.stride if self.runs(self.gathers) == (1, 1) else None
+  def attended_runs(self) -> tuple[int, int]:
+    """The runs of queries, and of the keys that they attend to at once; see `runs`."""
+    return self.runs(self.gathers)
+
+  @property
+  def run_lengths(self) -> tuple[int, int]:
+    """The queries of a run and the keys of a run, with padding."""
+    queries, keys = self.runs(False)
+    return (self.padded(self.queries) // (self.members * queries),
+            self.padded(self.keys) // (self.members * keys))
 
   @property
   def is_natural(self) -> bool:

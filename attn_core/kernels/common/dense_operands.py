@@ -111,15 +111,6 @@ def mask_of(operands: Operands, spec: AttentionSpec) -> mask_lib.Mask:
   return jax.tree.unflatten(spec.mask, operands.mask.arrays)
 
 
-def distance_of_first(operands: Operands, spec: AttentionSpec) -> jax.Array:
-  """Returns int32 [B or 1]: the position of the first key minus that of the first query.
-
-  Positions must be equally far apart; see `evaluate.step_of`.
-  """
-  assert evaluate.step_of(mask_lib.of_structure(spec.mask)) is not None
-  return distances_of_runs(operands, spec)[:, 0]
-
-
 def distances_of_runs(operands: Operands, spec: AttentionSpec) -> jax.Array:
   """Returns the position of the first key minus that of the first query for each pair of runs.
 

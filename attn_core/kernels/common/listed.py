@@ -38,7 +38,7 @@ class Layout(NamedTuple):
   keys: int  # S
   tile_q: int
   tile_kv: int
-  block_kv: int  # whole tiles
+  block_kv: int | None = None  # whole tiles; None: as many as fill whole words
 
   @property
   def lengths(self) -> tuple[int, int]:
@@ -46,26 +46,17 @@ class Layout(NamedTuple):
     return self.queries, self.keys
 
 
-def refusal(mask: mask_lib.Mask, lengths: tuple[int, int], chips: str = "TPUs", *,
-            any_blocks: bool = False) -> str | None:
+def refusal(mask: mask_lib.Mask, chips: str = "TPUs") -> str | None:
   """Returns why the kernels cannot follow the lists of a mask; None: they can, or it has none.
 
   Args:
     mask: with anything in place of its arrays.
-    lengths: (T, S).
     chips: that the kernels are for, as an error says it.
-    any_blocks: whether they follow lists of blocks of any size.
   """
-  lists, rest = selected.split(mask)
+  _, rest = selected.split(mask)
   if any(isinstance(x, leaves.Selected) for x in mask_lib.nodes(rest)):
     return (f"{_NAME} under `|`, `~` or masks.placed: the kernels for {chips} follow lists joined "
             "by `&`")
-  for node in () if any_blocks else lists:
-    for field, length in zip((QUERIES, KEYS), lengths):
-      size = getattr(node, field)
-      if size % LANES and size < length:
-        return (f"{_NAME} with {field}={size}: the kernels for {chips} follow lists of blocks of a "
-                f"multiple of {LANES} tokens")
   return None
 
 
@@ -82,6 +73,10 @@ def refusal_of_sizes(mask: mask_lib.Mask, lengths: tuple[int, int], sizes: Block
     if size and (most := divisor(mask, field, lengths)) % size:
       return (f"block_sizes.{field}={size} with {_NAME} of {field}={most}: the kernels for {chips} "
               f"compute blocks within a listed one; give a divisor of {most}, or None")
+  if sizes.block_kv and sizes.block_kv & sizes.block_kv - 1 and with_bits(mask, lengths):
+    return (f"block_sizes.{KEYS}={sizes.block_kv} with {_NAME} of blocks of no multiple of {LANES} "
+            f"tokens: the kernels for {chips} read bits of a power of two of keys; give 64, 128, "
+            "256 or None")
   return None
 
 
@@ -94,6 +89,16 @@ def is_whole(node: leaves.Selected, lengths: tuple[int, int]) -> bool:
   """
   return all(not size % LANES or size >= length
              for size, length in zip((node.block_q, node.block_kv), lengths))
+
+
+def with_bits(mask: mask_lib.Mask, lengths: tuple[int, int]) -> tuple[leaves.Selected, ...]:
+  """Returns the lists of which a kernel reads `bits`, since a tile may lie in several blocks.
+
+  Args:
+    mask: the mask.
+    lengths: (T, S).
+  """
+  return tuple(x for x in selected.split(mask)[0] if not is_whole(x, lengths))
 
 
 def divisor(mask: mask_lib.Mask, field: str, lengths: tuple[int, int]) -> int:
@@ -262,7 +267,12 @@ def bit_keys(node: leaves.Selected, layout: Layout) -> int:
 
 def words_of_block(node: leaves.Selected, layout: Layout) -> int:
   """Returns the words of a query and a block of keys."""
-  return cdiv(layout.block_kv // bit_keys(node, layout), WORD)
+  return cdiv(_block_kv(node, layout) // bit_keys(node, layout), WORD)
+
+
+def _block_kv(node: leaves.Selected, layout: Layout) -> int:
+  """Returns the keys of a block of `Layout`."""
+  return layout.block_kv or math.lcm(layout.tile_kv, WORD * bit_keys(node, layout))
 
 
 def bits(node: leaves.Selected, layout: Layout) -> jax.Array | np.ndarray:
@@ -279,7 +289,8 @@ def bits(node: leaves.Selected, layout: Layout) -> jax.Array | np.ndarray:
     int32 [B or 1, lists, blocks of keys * words of a block, T], NumPy's if the lists are.
   """
   size, words = bit_keys(node, layout), words_of_block(node, layout)
-  of_block, blocks = layout.block_kv // size, cdiv(layout.keys, layout.block_kv)
+  block_kv = _block_kv(node, layout)
+  of_block, blocks = block_kv // size, cdiv(layout.keys, block_kv)
   # The numbers of the bits of each entry, those of none in place of -1.
   parts = _listed_keys(node, layout) // size
   xp = np if isinstance(node.indices, np.ndarray) else jnp
@@ -316,7 +327,7 @@ def _tiles_of_bits(node: leaves.Selected, layout: Layout, xp: ModuleType,
     *leading, _, rows = words.shape
     words = words.reshape(*leading, -1, words_of_block(node, layout), 1, rows)
     known = (words >> np.arange(WORD, dtype=np.int32).reshape(-1, 1)) & 1 != 0
-    known = known.reshape(*known.shape[:-3], -1, rows)[..., :layout.block_kv // size, :]
+    known = known.reshape(*known.shape[:-3], -1, rows)[..., :_block_kv(node, layout) // size, :]
     known = known.reshape(*leading, -1, layout.tile_kv // size, rows)
     return xp.moveaxis(known, -1, -3)[..., :cdiv(layout.keys, layout.tile_kv), :]
 

@@ -29,7 +29,7 @@ Ref = Any  # a Pallas reference
 
 # Register layouts of a warpgroup: a product, and vectors along its rows and along its columns.
 TILE_LAYOUT = plgpu.Layout.WGMMA
-ROW_LAYOUT, COLUMN_LAYOUT = TILE_LAYOUT.reduce(1), TILE_LAYOUT.reduce(0)
+VECTOR_LAYOUTS = ROW_LAYOUT, COLUMN_LAYOUT = TILE_LAYOUT.reduce(1), TILE_LAYOUT.reduce(0)
 WGMMA_ROWS = 64  # a warpgroup's product has a multiple of this number of rows
 TMA_TOKENS = 8  # TMA copies arrays with a multiple of this number of tokens
 SHARED_MEMORY_BYTES = 227 * 1024  # of a thread block

@@ -41,7 +41,7 @@ from attn_core.kernels.gpu import mosaic, wgmma
 from attn_core.kernels.gpu.flash import score_tiles, tiling as tiling_lib
 from attn_core.kernels.gpu.flash.backward_common import Arrays, BackwardParams
 from attn_core.kernels.gpu.flash.kernel_params import (
-    GridIndex, drain, grid_index_of, kinds_of, make_kernel_params)
+    GridIndex, drain, grid_index_of, kinds_of, local_mask, make_kernel_params)
 from attn_core.kernels.gpu.mosaic import Ref
 from attn_core.masks import block_map, tile as tile_lib
 from attn_core.types import AttentionSpec, Operands
@@ -114,7 +114,7 @@ def d_array(arrays: Arrays, operands: Operands, spec: AttentionSpec,
   tilings = tiling_lib.make_bias_tilings(operands)
   tiling = tilings.key if by_keys else tilings.query
   base, _, tile_inputs = make_kernel_params(operands, spec, tiling, by_keys=by_keys)
-  kinds, _ = kinds_of(operands, spec, tiling.sizes)
+  kinds, _ = kinds_of(local_mask(operands, spec), tiling.sizes)
   kinds = jnp.asarray(kinds.swapaxes(-1, -2) if by_keys else kinds, jnp.int32)
   shared = Shared(own[0], own[1], batch // own[0], heads // own[1], whole_rows)
   # Whole blocks: copies of one dimension are clipped at the end of the array, not of a row, and

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 
 from attn_core.kernels.common import dense_operands, listed
 from attn_core.kernels.gpu import mosaic
+from attn_core.kernels.gpu.flash import list_bits
 from attn_core.kernels.gpu.flash.block_list import BlockList, make_block_list
 from attn_core.kernels.gpu.flash.logits import Logits
 from attn_core.kernels.gpu.flash.tile_inputs import TileInputLoader, TileInputs
 from attn_core.kernels.gpu.mosaic import Ref
-from attn_core.masks import block_map as block_map_lib, selected
+from attn_core.masks import block_map as block_map_lib, mask as mask_lib, selected
 from attn_core.types import AttentionSpec, Operands
 
 
@@ -58,32 +59,39 @@ def make_kernel_params(operands: Operands, spec: AttentionSpec, tiling: Any,
     by_keys: whether the kernel sums over queries; its tiles are [keys, queries] then.
   """
   dense_operands.assert_shapes(operands)
-  kinds, most = kinds_of(operands, spec, tiling.sizes)
+  mask = local_mask(operands, spec)
+  kinds, most = kinds_of(mask, tiling.sizes)
   block_map = block_map_lib.block_map(kinds.swapaxes(-1, -2) if by_keys else kinds)
   if most is not None and not by_keys:
     block_map = block_map._replace(indices=block_map.indices[..., :most])
   operands, spec = listed.without_lists(operands, spec)
   heads = operands.query.shape[2]
   group = heads // operands.key.shape[2]
-  loader = TileInputLoader(spec, tiling.sizes, transposed=by_keys, group=group)
+  loader = TileInputLoader(spec, tiling.sizes, transposed=by_keys, group=group,
+                           lists=list_bits.of_mask(mask, tiling.sizes, by_keys))
+  tile_inputs = loader.pack(operands)._replace(
+      lists=list_bits.pack(mask, tiling.sizes, by_keys))
   params = KernelParams(tiling, Logits(loader, operands.bias is not None), heads, group,
                         block_map.any_full, block_map.any_partial, mosaic.interpreted())
-  return params, make_block_list(block_map), loader.pack(operands)
+  return params, make_block_list(block_map), tile_inputs
 
 
-def kinds_of(operands: Operands, spec: AttentionSpec,
+def local_mask(operands: Operands, spec: AttentionSpec) -> mask_lib.Mask:
+  """Returns the mask, with the lists of the batch rows and heads of a call."""
+  return dense_operands.mask_of(*listed.of_local_rows(operands, spec))
+
+
+def kinds_of(mask: mask_lib.Mask,
              sizes: block_map_lib.Sizes) -> tuple[block_map_lib.Array, int | None]:
   """Returns the kinds of blocks, and the most that a block of queries visits; None: no list says.
 
   Args:
-    operands: the arrays.
-    spec: what is computed.
-    sizes: of the blocks, each of which lies in one listed block, if the mask has lists.
+    mask: as `local_mask` returns it.
+    sizes: of the blocks.
   """
-  mask = dense_operands.mask_of(*listed.of_local_rows(operands, spec))
   lists, rest = selected.split(mask)
-  kinds = listed.visited(block_map_lib.block_kinds(rest, sizes), lists,
-                         listed.Layout(*sizes, sizes.block_kv))
+  kinds = listed.visited(
+      block_map_lib.block_kinds(rest, sizes), lists, list_bits.layout(sizes))
   return kinds, listed.most_visited(mask, sizes.block_q, sizes.block_kv)
 
 

@@ -44,6 +44,7 @@ class Modified(NamedTuple):
 _ZERO = np.int32(0)
 _NOWHERE = mask_lib.Coordinates(_ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO)
 SCORES = -1  # derivatives by the scores, and not by the array of a number
+RUN_TOKENS = 128  # of which runs of positions are multiples, if there are several
 
 
 def apply(spec: AttentionSpec | PagedSpec, numbers: Numbers, scores: jax.Array, *,
@@ -85,59 +86,91 @@ def is_consecutive(spec: AttentionSpec | PagedSpec) -> bool:
   return isinstance(spec, PagedSpec) or evaluate.is_consecutive(mask_lib.of_structure(spec.mask))
 
 
-def step_of(spec: AttentionSpec) -> int:
-  """Returns how far apart neighboring positions are, which tables by distance need to be known."""
-  step = evaluate.step_of(mask_lib.of_structure(spec.mask))
-  assert step is not None
-  return step
+def runs_of(spec: AttentionSpec) -> evaluate.Runs:
+  """Returns the runs that positions form, which tables by distance need to be known."""
+  runs = evaluate.runs_of(mask_lib.of_structure(spec.mask))
+  assert runs is not None
+  return runs
 
 
 def reads_positions(spec: AttentionSpec | PagedSpec) -> bool:
   return score_mod.of_structure(spec.score_mod).reads_positions
 
 
-def shifted(term: terms.Distance, values: jax.Array, base: jax.Array, sizes: block_map.Sizes,
-            transposed: bool, step: int = 1) -> jax.Array:
+class Distances(NamedTuple):
+  """Where the numbers of a tile lie in rows of numbers by distance; see `shifted`."""
+
+  sizes: block_map.Sizes  # of the kernel
+  transposed: bool  # whether the rows of a tile are keys
+  runs: evaluate.Runs  # of positions
+
+  @property
+  def run(self) -> tuple[int, int]:
+    """The queries and the keys of a run, those of whole blocks."""
+    sizes, runs = self.sizes, self.runs
+    queries, keys = (sizes.num_query_blocks * sizes.block_q, sizes.num_key_blocks * sizes.block_kv)
+    return queries // runs.queries, keys // runs.keys
+
+  @property
+  def length(self) -> int:
+    """The columns of a pair of runs."""
+    return sum(self.run)
+
+  @property
+  def offset(self) -> int:
+    """The column at which the first tile of a pair of runs begins."""
+    return self.run[self.transposed]
+
+  @property
+  def firsts(self) -> np.ndarray:
+    """The distances, int32 [pairs], that numbers of rows and columns add to a pair's."""
+    of_query, of_key = (np.arange(count, dtype=np.int32) * np.int32(n * self.runs.stride)
+                        for count, n in zip((self.runs.queries, self.runs.keys), self.run))
+    return (of_key - of_query[:, None]).reshape(-1)
+
+  def first_column(self, query: jax.Array, key: jax.Array) -> jax.Array:
+    """Returns the column where the tile of a first query and a first key begins."""
+    first = (query - key if self.transposed else key - query) + np.int32(self.offset)
+    if self.runs.queries == self.runs.keys == 1:
+      return first
+    (of_query, of_key), (queries, keys) = (
+        (lax.div(x, np.int32(n)) for x, n in zip((query, key), self.run)), self.run)
+    moved = of_query * queries - of_key * keys
+    pair = of_query * self.runs.keys + of_key
+    return first + (-moved if self.transposed else moved) + pair * self.length
+
+
+def shifted(term: terms.Distance, values: jax.Array, bases: jax.Array,
+            at: Distances) -> jax.Array:
   """Returns rows of numbers by distance, each shifted by one: every tile is a slice of them.
 
   Args:
     term: the kind of term.
     values: its array, [B or 1, H or 1, n].
-    base: int32 [B or 1], the distance of the first query and the first key.
-    sizes: of the kernel.
-    transposed: whether the rows of a tile are keys.
-    step: the distance of neighboring positions, of queries and of keys.
+    bases: int32 [B or 1, pairs of runs]; see `dense_operands.distances_of_runs`.
+    at: where the numbers of a tile lie.
 
   Returns:
-    float32 [B or 1, H or 1, rows of a tile, padded T + padded S]: linear in the lengths.
+    float32 [B or 1, H or 1, rows of a tile, pairs of runs * (padded T + padded S) of a run]: linear
+    in the lengths.
   """
-  offset, length = _offset(sizes, transposed), sum(_padded(sizes))
-  tile_rows = mosaic.WGMMA_ROWS if transposed else max(mosaic.WGMMA_ROWS, sizes.block_q // 2)
+  sizes = at.sizes
+  if at.runs.queries * at.runs.keys > 1:  # no tile has numbers of two runs
+    assert not at.run[0] % sizes.block_q and not at.run[1] % sizes.block_kv, (at.run, sizes)
+  tile_rows = mosaic.WGMMA_ROWS if at.transposed else max(mosaic.WGMMA_ROWS, sizes.block_q // 2)
   # Row r, column j: the same number along every diagonal j - r.
-  diagonal = jnp.arange(1 - tile_rows, length, dtype=jnp.int32) - np.int32(offset)
-  distance = np.int32(-step if transposed else step) * diagonal[None] + base[:, None]
-  index = jnp.clip(distance - np.int32(term.first), 0, values.shape[2] - 1)[:, None]
-  rows = np.broadcast_shapes(values.shape[:1], index.shape[:1])
+  diagonal = jnp.arange(1 - tile_rows, at.length, dtype=jnp.int32) - np.int32(at.offset)
+  step = np.int32(-at.runs.stride if at.transposed else at.runs.stride)
+  distance = step * diagonal[None, None] + (bases + at.firsts)[:, :, None]
+  index = jnp.clip(distance - np.int32(term.first), 0, values.shape[2] - 1)
+  rows, heads = np.broadcast_shapes(values.shape[:1], index.shape[:1]), values.shape[1]
   line = jnp.take_along_axis(
       jnp.broadcast_to(values.astype(jnp.float32), (*rows, *values.shape[1:])),
-      jnp.broadcast_to(index, (*rows, values.shape[1], index.shape[2])), 2)
-  return jnp.stack([lax.slice_in_dim(line, start, start + length, axis=2)
-                    for start in range(tile_rows - 1, -1, -1)], 2)
-
-
-def first_column(sizes: block_map.Sizes, transposed: bool, query: jax.Array,
-                 key: jax.Array) -> jax.Array:
-  """Returns the column of `shifted` where the tile of a first query and a first key begins."""
-  return (query - key if transposed else key - query) + np.int32(_offset(sizes, transposed))
-
-
-def _padded(sizes: block_map.Sizes) -> tuple[int, int]:
-  """Returns the queries and the keys of whole blocks."""
-  return (sizes.num_query_blocks * sizes.block_q, sizes.num_key_blocks * sizes.block_kv)
-
-
-def _offset(sizes: block_map.Sizes, transposed: bool) -> int:
-  return _padded(sizes)[transposed]
+      jnp.broadcast_to(index.reshape(index.shape[0], 1, -1), (*rows, heads, index[0].size)), 2)
+  line = line.reshape(*rows, heads, *index.shape[1:])
+  found = jnp.stack([lax.slice_in_dim(line, start, start + at.length, axis=3)
+                     for start in range(tile_rows - 1, -1, -1)], 2)
+  return found.reshape(*found.shape[:3], -1)
 
 
 def _in_kernel(term: ScoreMod, spec: AttentionSpec | PagedSpec) -> ScoreMod:

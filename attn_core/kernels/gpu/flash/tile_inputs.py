@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from attn_core.kernels.common import dense_operands
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash import score_tiles
+from attn_core.kernels.gpu.flash.list_bits import ListBits
 from attn_core.kernels.gpu.mosaic import Ref
 from attn_core.masks import block_map, dropout, mask as mask_lib, tile as tile_lib
 from attn_core.score_mods import evaluate, score_mod, tables, traceable
@@ -37,6 +38,7 @@ class TileInputs(NamedTuple):
   # None: such values reach the result by themselves.
   nan_keys: Any = None
   mods: tuple[Any, ...] = ()  # arrays of the score mod, those of pairs padded to whole blocks
+  lists: tuple[Ref, ...] = ()  # words of bits; see `list_bits.pack`
 
 
 class TileInputLoader(NamedTuple):
@@ -46,6 +48,7 @@ class TileInputLoader(NamedTuple):
   sizes: block_map.Sizes  # block_q: of a thread block
   transposed: bool = False
   group: int = 1  # G, query heads of a key head
+  lists: tuple[ListBits, ...] = ()  # of the mask, in place of its lists, which `spec` lacks
 
   def pack(self, operands: Operands) -> TileInputs:
     """Returns the arrays padded to whole blocks, those of pairs transposed if tiles are."""
@@ -71,9 +74,8 @@ class TileInputLoader(NamedTuple):
     pairs, found = traceable.by_pair(structure, operands.mods), tables.find(structure)
     def pack(n: int, x: jax.Array) -> jax.Array:
       if n in found:
-        return score_tiles.shifted(found[n], x, dense_operands.distance_of_first(
-            operands, self.spec), self.sizes, self.transposed,
-                                   score_tiles.step_of(self.spec))
+        return score_tiles.shifted(
+            found[n], x, dense_operands.distances_of_runs(operands, self.spec), self._distances)
       return x if n in pairs else x.astype(jnp.float32)
     return [pack(n, x) for n, x in enumerate(
         evaluate.pad(structure, operands.mods, rows, columns))]
@@ -86,6 +88,8 @@ class TileInputLoader(NamedTuple):
     """Returns whether each query attends to each key: bool of the tile's shape."""
     mask, at = self.coordinates(tile_inputs, tile)
     seen = mask.visible(at)
+    for bits, ref in zip(self.lists, tile_inputs.lists, strict=True):
+      seen = seen & bits.visible(ref, tile)
     if self.sizes.keys % self.sizes.block_kv or not getattr(seen, "ndim", 0):
       seen = seen & (at.key_index < mosaic.int32(self.sizes.keys))
     return seen
@@ -149,9 +153,9 @@ class TileInputLoader(NamedTuple):
     The barrier keeps the compiler from computing in advance what does not depend on `start`: kept
     through a loop, it would take registers that the products need.
     """
-    layout = mosaic.COLUMN_LAYOUT if axis else mosaic.ROW_LAYOUT
     shape = self.shape(tile)
-    numbers = plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=layout)
+    numbers = plgpu.broadcasted_iota(
+        jnp.int32, (shape[axis],), 0, layout=mosaic.VECTOR_LAYOUTS[axis])
     return lax.broadcast_in_dim(lax.optimization_barrier(numbers + start), shape, [axis])
 
   def _leaf(self, ref: Ref, role: str, tile: tile_lib.Tile) -> jax.Array:
@@ -166,10 +170,14 @@ class TileInputLoader(NamedTuple):
     axis = self._axis(0 if role == mask_lib.QUERY else 1)
     return _vector(ref.at[row, pl.ds(start, length)], axis, self.shape(tile))
 
+  @property
+  def _distances(self) -> score_tiles.Distances:
+    return score_tiles.Distances(self.sizes, self.transposed, score_tiles.runs_of(self.spec))
+
   def _by_distance(self, ref: Ref, tile: tile_lib.Tile) -> jax.Array:
     """Returns the tile of `score_tiles.shifted`."""
     rows, columns = self.shape(tile)
-    start = score_tiles.first_column(self.sizes, self.transposed, tile.query, tile.key)
+    start = self._distances.first_column(tile.query, tile.key)
     return mosaic.load(ref.at[_row(ref, 0, tile.batch), _row(ref, 1, tile.head), pl.ds(0, rows),
                               pl.ds(start, columns)], mosaic.TILE_LAYOUT)
 
@@ -216,8 +224,7 @@ def _shape(tile: tile_lib.Tile, transposed: bool) -> tuple[int, int]:
 
 def _vector(ref: Ref, axis: int, shape: tuple[int, int]) -> jax.Array:
   """Returns a vector along an axis of a tile, repeated along the other."""
-  layout = mosaic.COLUMN_LAYOUT if axis else mosaic.ROW_LAYOUT
-  return lax.broadcast_in_dim(mosaic.load(ref, layout), shape, [axis])
+  return mosaic.broadcast_along(mosaic.load(ref, mosaic.VECTOR_LAYOUTS[axis]), shape, axis)
 
 
 def _row(ref: Ref, axis: int, index: Any) -> Any:

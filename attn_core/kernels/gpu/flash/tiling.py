@@ -106,22 +106,22 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes) 
   width = padded_width("query", operands.query.shape[3])
   value_width = padded_width("value", operands.value.shape[3])
   block_q, block_kv, stages = FORWARD[max(width, value_width)]
-  if _high_register_pressure(operands, spec):
+  mask, lengths = (mask_lib.of_structure(spec.mask),
+                   (operands.query.shape[1], operands.key.shape[1]))
+  has_bits = bool(listed.with_bits(mask, lengths))
+  if sum(_features(operands, spec)) + has_bits > 1:
     block_kv = HIGH_PRESSURE_BLOCK_KV
   elif (not any(_features(operands, spec)) and max(width, value_width) <= 64
         and _has_long_rows(operands, spec)):
     block_q, block_kv, stages = LONG_TILING
   block_q = _requested(requested, "block_q", block_q, 128, 256)
   block_kv = _requested(requested, "block_kv", block_kv, 64, 256)
-  if reason := listed.refusal_of_sizes(
-      mask_lib.of_structure(spec.mask), (operands.query.shape[1], operands.key.shape[1]),
-      requested, "Hopper"):
+  if reason := listed.refusal_of_sizes(mask, lengths, requested, "Hopper"):
     raise NotImplementedError(reason)
   if requested.block_heads is not None:
     raise ValueError(f"block_sizes.block_heads: got {requested.block_heads}; the GPU kernels "
                      "compute one query head at a time: expected None")
-  tiling = Tiling(operands.query.shape[1], operands.key.shape[1], block_q, block_kv, stages,
-                  width, value_width)
+  tiling = Tiling(*lengths, block_q, block_kv, stages, width, value_width)
   # An output whose width differs from that of the queries takes additional memory.
   while tiling.num_stages > 1 and shared_memory(tiling) > mosaic.SHARED_MEMORY_BYTES:
     tiling = tiling._replace(num_stages=tiling.num_stages - 1)

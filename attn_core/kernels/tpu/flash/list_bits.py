@@ -14,7 +14,7 @@ from attn_core.kernels.common import listed
 from attn_core.kernels.tpu.flash.schedule import LANES
 from attn_core.kernels.tpu.flash.tile_inputs import (
     Index, KernelRefs, Reader, TileIndex, TileInputs, pad)
-from attn_core.masks import leaves, mask as mask_lib, selected
+from attn_core.masks import leaves, mask as mask_lib
 
 SUBLANES = 8  # rows of a register of 32-bit numbers
 
@@ -29,8 +29,8 @@ def readers(inputs: TileInputs, mask: mask_lib.Mask) -> tuple[Reader, ...]:
   Returns:
     Readers of bool [keys, queries], of which all must hold.
   """
-  return tuple(_reader(inputs, node) for node in selected.split(mask)[0]
-               if not listed.is_whole(node, inputs.tiling.layout.lengths))
+  return tuple(_reader(inputs, node)
+               for node in listed.with_bits(mask, inputs.tiling.layout.lengths))
 
 
 def _reader(inputs: TileInputs, node: leaves.Selected) -> Reader:

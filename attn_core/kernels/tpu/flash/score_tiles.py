@@ -111,7 +111,7 @@ def mod_reader(inputs: tile_inputs.TileInputs, operands: Operands, spec: Attenti
     elif n == in_product:
       columns = depth_columns.slope_columns(
           inputs, operands.mods[n].astype(jnp.float32).reshape(x.shape[:2]) / spec.softmax_scale,
-          dense_operands.distance_of_first(operands, spec), len(in_rows))
+          dense_operands.distances_of_runs(operands, spec)[:, 0], len(in_rows))
       readers.append(columns.slopes)
     elif scalar_memory.is_per_head(x):
       readers.append(inputs.add_per_head(x.reshape(x.shape[:2])))

@@ -21,7 +21,7 @@ import jax
 from attn_core.kernels.common import listed
 from attn_core.kernels.tpu.flash import scalar_memory, score_tiles
 from attn_core.kernels.tpu.flash.schedule import LANES, MEBIBYTE, Tiling, round_up
-from attn_core.masks import leaves, mask as mask_lib, position_range, selected
+from attn_core.masks import leaves, mask as mask_lib, position_range
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 MOST_TILES = 16  # of a block: their kinds share one 32-bit number
@@ -276,8 +276,8 @@ def _kind(operands: Operands, mask: mask_lib.Mask) -> str:
   # Documents may be short, and a large block of several ones has many hidden pairs. So has one
   # with lists of small blocks.
   lengths = operands.query.shape[1], keys
-  packed = any(isinstance(node, leaves.Segments) for node in mask_lib.nodes(mask)) or any(
-      not listed.is_whole(node, lengths) for node in selected.split(mask)[0])
+  packed = any(isinstance(node, leaves.Segments) for node in mask_lib.nodes(mask)) or bool(
+      listed.with_bits(mask, lengths))
   long = keys >= LONG_KEYS and not packed and not position_range.is_narrow(mask)
   return LONG if long else MASKED
 
