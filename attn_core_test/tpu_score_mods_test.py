@@ -133,7 +133,7 @@ class ColumnsTest(parameterized.TestCase):
     at = tile_inputs.GridIndex(0, 0, 3, 1)
     columns = depth_columns.SlopeColumns(
         lambda refs, tile: jnp.full((1, 1), refs.arrays[0][0, tile.head]),
-        lambda refs: refs.arrays[1], 1, blocks, 0)
+        1.0, lambda refs, grid: refs.arrays[1][grid.batch], blocks, 0)
     def kernel(slopes, base, keys, queries, *scratch):
       refs = tile_inputs.KernelRefs((), (slopes, base), (pl.program_id(0),), 1, scratch)
       columns.prepare(refs, at)

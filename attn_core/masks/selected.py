@@ -75,6 +75,7 @@ def selected_keys(indices: ArrayLike) -> Mask:
   (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp). The kernels for TPUs and for Hopper compute
   all keys of the tiles that some query of a tile lists, and read a bit for each query and key,
   T * S / 8 bytes.
+  `multi_latent_attention` gathers the listed latent rows of each query, once for all heads; while
   decoding it reads no other row of a cache that is not in 8 bits.
 
   Args:

@@ -111,6 +111,15 @@ def runs_of(mask: mask_lib.Mask) -> Runs | None:
   return found
 
 
+def distance_of_first(mask: mask_lib.Mask) -> int | None:
+  """Returns the position of the first key minus that of the first query; None: arrays tell."""
+  if any(isinstance(x, (leaves.Positions, leaves.Placed))
+         or isinstance(x, leaves.Offset) and x.amounts is not None for x in mask_lib.nodes(mask)):
+    return None
+  at, _ = move_to_positions(mask, mask_lib.Coordinates(0, 0, 0, 0, 0, 0))
+  return int(at.key_position) - int(at.query_position)
+
+
 def pad(structure: Structure, arrays: Arrays, queries: int,
         keys: int) -> tuple[jax.Array, ...]:
   """Pads the arrays of a term by `queries` rows and `keys` columns."""

@@ -51,9 +51,9 @@ def are_free(width: int, depth: int) -> bool:
 class SlopeColumns(NamedTuple):
   """Columns of the slopes of a score mod, one number for each head."""
 
-  slopes: tile_inputs.Reader  # divided by the softmax scale
-  base: Callable[[KernelRefs], Ref]  # int32 [B or 1]: position of the first key minus first query
-  num_bases: int
+  slopes: tile_inputs.Reader
+  scale: float  # of the products
+  base: Callable[[KernelRefs, GridIndex], Index]  # position of the first key minus first query
   tiling: Tiling
   scratch_start: int  # of `KernelRefs.scratch`
 
@@ -74,7 +74,7 @@ class SlopeColumns(NamedTuple):
       of_queries = _places(_QUERY_LOW)
       for head in range(self.tiling.query_heads):
         tile = TileIndex(grid, head, TokenRange(0, LANES), TokenRange(0, LANES))
-        slope = _parts(self.slopes(refs, tile))
+        slope = _parts(self.slopes(refs, tile) * (1 / self.scale))
         rows[pl.ds(head * 8, 8), :] = jnp.broadcast_to(
             jnp.where(_group() >= _QUERY_LOW, -slope, 0.0), (8, WIDTH))
         row = jnp.where(_group() < _QUERY_LOW, slope, 0.0)
@@ -94,8 +94,8 @@ class SlopeColumns(NamedTuple):
     """Returns bfloat16 [keys, WIDTH]."""
     _, rows, places = self._scratch(refs)
     grid, tiling, group = tile.grid, self.tiling, _group()
-    shift = (self.base(refs)[grid.batch if self.num_bases > 1 else 0]
-             + grid.key_block * tiling.block_kv - grid.query_block * tiling.block_q)
+    shift = (self.base(refs, grid) + grid.key_block * tiling.block_kv
+             - grid.query_block * tiling.block_q)
     row, half = rows[pl.ds(tile.head * 8, 1), :], 1 << (BITS - 1)
     for n in range(SHIFT_PARTS):
       # From -128 to 127, so that a small number has small parts.
@@ -143,15 +143,20 @@ def _parts(x: jax.Array) -> jax.Array:
   return found
 
 
-def slope_columns(inputs: TileInputs, slopes: jax.Array, base: jax.Array,
+def slope_columns(inputs: TileInputs, slopes: jax.Array, scale: float, base: jax.Array | int,
                   scratch_start: int) -> SlopeColumns:
   """Adds slopes to the inputs of a kernel.
 
   Args:
     inputs: of the kernel.
-    slopes: [B or 1, H or 1], divided by the softmax scale.
-    base: int32 [B or 1]: position of the first key minus that of the first query.
+    slopes: [B or 1, H or 1].
+    scale: of the products of queries and keys.
+    base: position of the first key minus that of the first query: int32 [B or 1], or one number.
     scratch_start: see `SlopeColumns`.
   """
-  return SlopeColumns(inputs.add_per_head(slopes), inputs.add_scalars(base), base.shape[0],
+  read = inputs.add_per_head(slopes)
+  if isinstance(base, int):  # nothing that XLA would copy to scalar memory
+    return SlopeColumns(read, scale, lambda refs, grid: base, inputs.tiling, scratch_start)
+  is_row, bases = base.shape[0] > 1, inputs.add_scalars(base)
+  return SlopeColumns(read, scale, lambda refs, grid: bases(refs)[grid.batch if is_row else 0],
                       inputs.tiling, scratch_start)

@@ -109,9 +109,11 @@ def mod_reader(inputs: tile_inputs.TileInputs, operands: Operands, spec: Attenti
           inputs, row, band_of(operands, spec, inputs.tiling), len(by_distance)))
       readers.append(by_distance[-1].read)
     elif n == in_product:
+      base = evaluate.distance_of_first(mask_lib.of_structure(spec.mask))
       columns = depth_columns.slope_columns(
-          inputs, operands.mods[n].astype(jnp.float32).reshape(x.shape[:2]) / spec.softmax_scale,
-          dense_operands.distances_of_runs(operands, spec)[:, 0], len(in_rows))
+          inputs, operands.mods[n].reshape(x.shape[:2]), spec.softmax_scale,
+          dense_operands.distances_of_runs(operands, spec)[:, 0] if base is None else base,
+          len(in_rows))
       readers.append(columns.slopes)
     elif scalar_memory.is_per_head(x):
       readers.append(inputs.add_per_head(x.reshape(x.shape[:2])))
