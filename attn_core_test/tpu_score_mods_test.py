@@ -30,6 +30,7 @@ from attn_core_test import sampling
 from attn_core_test.tpu_interpret import interpreted
 
 B, T, H, K, D = 2, 150, 2, 1, 16
+IDS = np.arange(500, dtype=np.int32)[None] // 350
 TPU = OperationMetadata(platform="tpu")
 
 
@@ -264,6 +265,35 @@ class RunsTest(parameterized.TestCase):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
       np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * max(1, abs(y).max()))
 
+  @parameterized.parameters(*sampling.with_slow([(masks.causal(),)], (masks.full(),), (
+      masks.offset(masks.causal(), 100),), (masks.window(300, None) & masks.segments(IDS),)))
+  def test_beyond_a_table(self, mask):
+    """Compares blocks of which few pairs are in reach of the table with the XLA kernel."""
+    arrays = [_number(1, 500, heads, 8, seed=n) for n, heads in enumerate((2, 1, 1))]
+    mods, term = jax.tree.flatten(score_mods.by_distance(_number(5, 2), -2).lower((1, 2, 500, 500)))
+    leaves_of_mask, structure = jax.tree.flatten(mask)
+    spec, blocks = AttentionSpec(structure, 0.4, score_mod=term), BlockSizes(256, 256, 256, 256)
+    numbers, constant = _number(1, 500, 2, 8, seed=9), []
+    def found(kernel):
+      def run(arrays, mods, mask):
+        operands = Operands(*arrays, mask=MaskOperands(tuple(mask)), mods=tuple(mods))
+        out, lse = kernel.forward(operands, spec, blocks)
+        return out, lse, kernel.backward(
+            operands, spec, blocks, Residuals(out, lse), Residuals(numbers, jnp.cos(lse)),
+            ("query", "key", "value", "mods.0"))
+      return jax.jit(run)(arrays, mods, leaves_of_mask)
+    want = found(xla_flash.KERNEL)
+    is_constant = diagonals.Band.is_constant
+    def seen(band, place):
+      constant.append(is_constant(band, place))
+      self.assertLessEqual(band.size, 5)
+      return constant[-1]
+    with interpreted(), mock.patch.object(diagonals.Band, "is_constant", seen):
+      got = jax.block_until_ready(found(tpu_kernel.make_kernel(xla_flash.KERNEL)))
+    if mask == masks.causal():  # blocks of others share their code
+      self.assertTrue(any(constant))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+      np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * max(1, abs(y).max()))
 
   def test_tables_of_batch_rows_at_the_same_positions(self):
     """As `jax.vmap` over a table makes them: positions are those of all rows."""

@@ -6,6 +6,9 @@ Such an array is a row of one number for each distance. A tile of LANES x LANES 
 them: each of its rows is that of the row before, moved by one lane. All tiles on one block diagonal
 are equal: one of each is made, for all steps of a head or for one, and loaded wherever it occurs.
 The cotangents of these tiles are added up likewise, before their diagonals are summed.
+
+Beyond the ends of a table all numbers are equal, and one block diagonal stands for all others on
+its side. Where the code of a block knows that a tile lies there, it adds one number to all pairs.
 """
 
 import functools
@@ -94,12 +97,25 @@ def _slices(x: jax.Array, starts: jax.Array, size: int) -> jax.Array:
   return jax.vmap(cut, (0 if x.shape[0] > 1 else None, 0))(x if x.shape[0] > 1 else x[0], starts)
 
 
+def ends(first: int, count: int, base: int, tiling: Tiling) -> tuple[int, int]:
+  """Returns the block diagonals from which on all numbers are the last one, and the first one.
+
+  They have `count` numbers, from distance `first` on; base: of the first key and the first query.
+  """
+  # Diagonal n has the distances base + padded_keys - p, of 2 * LANES numbers p from n * LANES on.
+  last = (tiling.padded_keys + base - (first + count - 1) - (2 * LANES - 1)) // LANES
+  return last, cdiv(tiling.padded_keys + base - first, LANES)
+
+
 class Band(NamedTuple):
   """The block diagonals of which tiles are in scratch memory."""
 
   tiling: Tiling
   first: int | None  # of all, counted from the last key and the first query; None: those of a step
   size: int
+  # Whether the first and the last diagonal stand for all those before and after them, in which
+  # numbers are the same as in all of theirs; see `ends`.
+  stands_for: tuple[bool, bool] = (False, False)
 
   @property
   def pairs(self) -> int:
@@ -141,16 +157,38 @@ class Band(NamedTuple):
         + (self.tiling.padded_keys - self.tiling.block_kv) + n * LANES)
     return pl.ds(pl.multiple_of(start, LANES), LANES)
 
-  def number(self, tile: TileIndex) -> Index:
-    """Returns the place of the diagonal of the first LANES x LANES of a tile."""
+  def places(self, tile: TileIndex) -> Callable[[int], Index]:
+    """Returns a function to the place of the diagonal of LANES x LANES of a tile.
+
+    It takes the column minus the row of these in the tile. The place is an int where it is known.
+    """
     tiling, keys = self.tiling, tile.keys.start
     keys = keys // LANES if isinstance(keys, int) else lax.div(keys, jnp.int32(LANES))
-    number = tile.queries.start // LANES - keys + tiling.block_kv // LANES - 1
+    in_block = tile.queries.start // LANES - keys + tiling.block_kv // LANES - 1
     if self.first is None:
-      return number
-    return (number + tile.grid.query_block * (tiling.block_q // LANES)
-            - tile.grid.key_block * (tiling.block_kv // LANES)
-            + ((tiling.padded_keys - tiling.block_kv) // LANES - self.first))
+      return lambda shift: in_block + shift
+    in_block += (tiling.padded_keys - tiling.block_kv) // LANES - self.first
+    begin = (in_block + tile.grid.query_block * (tiling.block_q // LANES)
+             - tile.grid.key_block * (tiling.block_kv // LANES))
+    def place(shift: int) -> Index:
+      if tile.apart is not None:
+        low, high = (self._standing_for(in_block + x // LANES + shift) for x in tile.apart)
+        if low == high:
+          return low
+      return self._standing_for(begin + shift)
+    return place
+
+  def _standing_for(self, place: Index) -> Index:
+    """Returns the place of the diagonal that stands for one; see `stands_for`."""
+    first, last = self.stands_for
+    least, most = (min, max) if isinstance(place, int) else (jnp.minimum, jnp.maximum)
+    place = most(place, 0) if first else place
+    return least(place, self.size - 1) if last else place
+
+  def is_constant(self, place: Index) -> bool:
+    """Whether it is known that all numbers of a diagonal are equal."""
+    first, last = self.stands_for
+    return isinstance(place, int) and (first and place == 0 or last and place == self.size - 1)
 
   def at(self, first_step: bool, refs: KernelRefs, kinds: jax.Array) -> jax.Array:
     """Returns whether a step makes the tiles (first_step) or sums them up (not first_step)."""
@@ -164,18 +202,36 @@ def step_count(tiling: Tiling) -> int:
   return (tiling.block_q + tiling.block_kv) // LANES - 1
 
 
-def band_of(mask: mask_lib.Mask, tiling: Tiling, arrays: int) -> Band:
+def band_of(mask: mask_lib.Mask, tiling: Tiling, arrays: int,
+            of_tables: tuple[int, int] | None) -> Band:
   """Returns the tiles to keep: all that the mask may show, or those of a step if these are many.
 
   Args:
     mask: any mask; its arrays do not count.
     tiling: blocks and tiles.
     arrays: how many arrays by distance there are.
+    of_tables: `ends` of all of them together; None: they are not known.
   """
-  first, count = _visible_diagonals(position_range.static_superset(mask), tiling)
-  if count * tiling.query_heads * math.prod(tiling.runs) * arrays * TILE_BYTES <= MOST_BYTES:
-    return Band(tiling, first, count)
+  first, count = visible(mask, tiling)
+  last, stands_for = first + count - 1, (False, False)
+  if of_tables is not None:
+    least, most = of_tables
+    stands_for = first <= least, last >= most
+    first, last = (min(max(x, least), most) for x in (first, last))
+  count = last - first + 1
+  if keeps_all(count, tiling, arrays):
+    return Band(tiling, first, count, stands_for)
   return Band(tiling, None, step_count(tiling))
+
+
+def keeps_all(count: int, tiling: Tiling, arrays: int) -> bool:
+  """Whether scratch memory has the tiles of `count` diagonals, rather than those of a step."""
+  return count * tiling.query_heads * math.prod(tiling.runs) * arrays * TILE_BYTES <= MOST_BYTES
+
+
+def visible(mask: mask_lib.Mask, tiling: Tiling) -> tuple[int, int]:
+  """Returns (first, count) of the block diagonals that a mask may show, for any of its arrays."""
+  return _visible_diagonals(position_range.static_superset(mask), tiling)
 
 
 @functools.lru_cache(maxsize=256)
@@ -221,11 +277,15 @@ class Diagonals(NamedTuple):
 
   def read(self, refs: KernelRefs, tile: TileIndex) -> jax.Array:
     """Returns [keys, queries]."""
-    tiles, band = refs.scratch[self.scratch], self.band
-    begin, first = band.number(tile), (tile.head if self.num_heads > 1 else 0) * band.pairs
+    tiles, band, place = refs.scratch[self.scratch], self.band, self.band.places(tile)
+    first = (tile.head if self.num_heads > 1 else 0) * band.pairs
+    def square(line: Index, at: Index) -> jax.Array:
+      if band.is_constant(at):  # one register, which is named again
+        return jnp.concatenate([tiles[line, at, :SUBLANES]] * (LANES // SUBLANES), 0)
+      return tiles[line, at]
     def squares(line: Callable[[int, int], Index]) -> jax.Array:
       return jnp.concatenate([jnp.concatenate([
-          tiles[line(r, c), begin + c - r] for c in range(tile.shape[1] // LANES)], 1)
+          square(line(r, c), place(c - r)) for c in range(tile.shape[1] // LANES)], 1)
                               for r in range(tile.shape[0] // LANES)], 0)
     def of_pair(number: int) -> jax.Array:
       return squares(lambda r, c: first + number)
@@ -251,18 +311,23 @@ def add_diagonals(inputs: TileInputs, row: jax.Array, band: Band, scratch: int) 
 
 def add_tile(band: Band, tiles: Ref, tile: TileIndex, x: jax.Array) -> None:
   """Adds x [keys, queries] to the sums [heads * pairs, size, LANES, LANES] of block diagonals."""
-  begin, first = band.number(tile), tile.head * band.pairs
+  first, place = tile.head * band.pairs, band.places(tile)
   def add(x: jax.Array, n: int) -> None:
-    parts: dict[int, jax.Array] = {}
+    parts: dict[tuple[bool, Index], jax.Array] = {}  # by places that are known, or by shifts
     for r, c, part in _squares(x):
-      parts[c - r] = parts[c - r] + part if c - r in parts else part
-    for diagonal, part in parts.items():
-      tiles[first + n, begin + diagonal] += part
+      at = place(c - r)
+      key = (True, at) if isinstance(at, int) else (False, c - r)
+      parts[key] = parts[key] + part if key in parts else part
+    for (is_known, number), part in parts.items():
+      at, rows = number if is_known else place(number), LANES
+      if band.is_constant(at):  # what counts is the sum of all
+        part, rows = functools.reduce(jnp.add, jnp.split(part, LANES // SUBLANES)), SUBLANES
+      tiles[first + n, at, :rows] += part
   if band.pairs == 1:
     add(x, 0)
   elif band.has_whole_squares:
     for r, c, part in _squares(x):
-      tiles[first + band.pair(tile, c * LANES, r * LANES), begin + (c - r)] += part
+      tiles[first + band.pair(tile, c * LANES, r * LANES), place(c - r)] += part
   else:
     pair = band.pair_of_each(tile)
     for n in range(band.pairs):

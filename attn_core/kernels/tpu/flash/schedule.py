@@ -138,6 +138,11 @@ class Patterns(NamedTuple):
   # For each of `kinds`, and each tile, a bit for each of `masks.tile.parts` that may hide a pair of
   # it in a block of these kinds. (): all of them may.
   parts: tuple[tuple[int, ...], ...] = ()
+  apart: tuple[tuple[int, int], ...] = ()  # for each of `kinds`, see `TileIndex.apart`
+
+  def apart_of(self, pattern: int) -> tuple[int, int] | None:
+    """Returns `TileIndex.apart` of the blocks of a pattern."""
+    return dict(zip(self.kinds, self.apart)).get(pattern)
 
   def parts_of(self, pattern: int, tile: int) -> int:
     """Returns a bit for each part of the mask that may hide a pair of a tile; -1: all of them."""
@@ -225,27 +230,66 @@ def patterns(steps: Schedule, mask: Mask, tiling: Tiling, *, by_keys: bool) -> P
   first = [all_full] if all_full in frequent else []
   chosen = tuple(dict.fromkeys([*first, *frequent]))
   is_complete, chosen = known and len(chosen) <= MOST_PATTERNS, chosen[:MOST_PATTERNS]
+  tiles = _static_tiles(mask, tiling, by_keys)
   several = jax.tree.leaves(mask) or len(tile_lib.parts(mask)) > 1
   parts = tuple(_parts_of_tiles(bits, mask, tiling, by_keys) for bits in chosen) if several else ()
-  return Patterns(chosen, is_complete, parts)
+  apart = tuple(_apart(bits, steps if known else None, tiles, tiling, by_keys) for bits in chosen)
+  return Patterns(chosen, is_complete, parts, apart)
 
 
 def _parts_of_tiles(pattern: int, mask: Mask, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
   """Returns the numbers of `Patterns.parts` for a pattern, see `Schedule.kinds`."""
   tiles = _static_tiles(mask, tiling, by_keys)
-  kinds = np.array([pattern >> 2 * n & 3 for n in range(tiles.shape[-1])])
-  if jax.tree.leaves(mask):  # arrays and lists of blocks can only hide more
-    visible = kinds != block_map.EMPTY
-    fits = (tiles[..., visible] != block_map.EMPTY).all(-1)
-  else:
-    fits = (tiles == kinds).all(-1)
-  found = np.zeros(len(kinds), np.int64)
+  fits = _may_have(pattern, tiles, is_known=not jax.tree.leaves(mask))
+  found = np.zeros(tiles.shape[-1], np.int64)
   for number, part in enumerate(tile_lib.parts(selected.split(mask)[1])):
     hides: bool | np.ndarray = True
     if not jax.tree.leaves(part):
       hides = (_static_tiles(part, tiling, by_keys)[fits] != block_map.FULL).any(0)
     found |= np.where(hides, 1 << number, 0)
   return tuple(found.tolist())
+
+
+def _may_have(pattern: int, tiles: np.ndarray, *, is_known: bool) -> np.ndarray:
+  """Returns which blocks may have a pattern, bool [rows, columns].
+
+  Args:
+    pattern: kinds of tiles, see `Schedule.kinds`.
+    tiles: see `_static_tiles`.
+    is_known: whether the mask has no arrays, which can only hide more.
+  """
+  kinds = np.array([pattern >> 2 * n & 3 for n in range(tiles.shape[-1])])
+  if is_known:
+    return (tiles == kinds).all(-1)
+  visible = kinds != block_map.EMPTY
+  return (tiles[..., visible] != block_map.EMPTY).all(-1)
+
+
+def _apart(pattern: int, steps: Schedule | None, tiles: np.ndarray, tiling: Tiling,
+           by_keys: bool) -> tuple[int, int]:
+  """Returns `TileIndex.apart` of the blocks of a pattern.
+
+  Args:
+    pattern: kinds of tiles, see `Schedule.kinds`.
+    steps: the schedule; None: it is not known.
+    tiles: see `_static_tiles`.
+    tiling, by_keys: as in `build`.
+  """
+  if steps is not None:
+    found = np.nonzero(np.asarray(steps.kinds).view(np.uint32) == pattern)
+    row, column = np.asarray(steps.rows)[found], np.asarray(steps.columns)[found]
+    query, key = (column, row) if by_keys else (row, column)
+  else:
+    row, column = np.nonzero(_may_have(pattern, tiles, is_known=False))
+    if by_keys:
+      query = row // tiling.key_blocks * tiling.blocks_of_range + column
+      key = row % tiling.key_blocks
+    else:
+      blocks = np.arange(len(tiles)).reshape(1, 1, -1)
+      in_order = np.asarray(_in_halves(blocks)) if tiling.halves > 1 else blocks
+      query, key = in_order[0, 0, row], column
+  apart = query.astype(np.int64) * tiling.block_q - key.astype(np.int64) * tiling.block_kv
+  return int(np.min(apart)), int(np.max(apart))
 
 
 def _by_frequency(bits: np.ndarray) -> list[int]:

@@ -132,9 +132,22 @@ def _scaled(read: tile_inputs.Reader, factor: float) -> tile_inputs.Reader:
 
 def band_of(operands: Operands, spec: AttentionSpec, tiling: Tiling) -> diagonals.Band:
   """Returns the block diagonals of which the kernels of a call keep tiles."""
-  if not (count := len(terms_by_distance(spec))):
+  found = terms_by_distance(spec)
+  if not found:
     return diagonals.Band(tiling, 0, 0)
-  return diagonals.band_of(dense_operands.mask_of(operands, spec), tiling, count)
+  return diagonals.band_of(dense_operands.mask_of(operands, spec), tiling, len(found),
+                           _ends(found, operands, spec, tiling))
+
+
+def _ends(found: dict[int, ScoreMod], operands: Operands, spec: AttentionSpec,
+          tiling: Tiling) -> tuple[int, int] | None:
+  """Returns `diagonals.ends` of all tables by distance; None: they are not known."""
+  base, ends = evaluate.distance_of_first(mask_lib.of_structure(spec.mask)), []
+  for number, x in found.items():
+    if base is None or not isinstance(x, terms.Distance):
+      return None
+    ends.append(diagonals.ends(x.first, operands.mods[number].shape[2], base, tiling))
+  return min(x for x, _ in ends), max(x for _, x in ends)
 
 
 def terms_by_distance(spec: AttentionSpec) -> dict[int, ScoreMod]:

@@ -61,6 +61,9 @@ class TileIndex(NamedTuple):
   head: int  # query head, of those of the step
   queries: TokenRange
   keys: TokenRange
+  # The least and the greatest number of tokens from the first key of the block to its first query,
+  # of all blocks whose code this is; None: any.
+  apart: tuple[int, int] | None = None
 
   @property
   def shape(self) -> tuple[int, int]:

@@ -71,6 +71,7 @@ class KernelParams(NamedTuple):
   def strips(self, grid: GridIndex, pattern: int) -> list[Strip]:
     """Joins neighboring tiles of one kind along the queries."""
     found: list[Strip] = []
+    apart = self.patterns.apart_of(pattern)
     for shift, tile in self.tiles(grid):
       kind = (pattern >> shift) & 3
       if kind == block_map.EMPTY:
@@ -87,7 +88,7 @@ class KernelParams(NamedTuple):
         joined = TokenRange(before.queries.start, before.queries.length + tile.queries.length)
         found[-1] = before._replace(queries=joined), masked | masked_before
       else:
-        found.append((tile, masked))
+        found.append((tile._replace(apart=apart), masked))
     return found
 
   def rows(self, tile: TileIndex) -> Any:
