@@ -265,6 +265,21 @@ class RunsTest(parameterized.TestCase):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
       np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * max(1, abs(y).max()))
 
+  def test_long_shards_fit(self):
+    """Checks tables whose tiles a step makes: those of a step count in vector memory."""
+    tokens, shape = 65536, jax.ShapeDtypeStruct
+    query, key = (shape((1, tokens, heads, 128), jnp.bfloat16) for heads in (8, 2))
+    mods, term = jax.tree.flatten(
+        score_mods.relative(_number(32, 8), bidirectional=False).lower((1, 8, tokens, tokens)))
+    rows = np.zeros((1, tokens), np.int32)
+    mask, structure = jax.tree.flatten(
+        leaves.PlacedRuns(masks.causal(), (10**6,) * 2, rows, rows, (1, 1), 1))
+    operands = Operands(query, key, key, mask=MaskOperands(tuple(mask)), mods=tuple(mods))
+    spec = AttentionSpec(structure, 0.1, score_mod=term)
+    tpu_kernel.make_kernel(xla_flash.KERNEL).check(operands, spec, BlockSizes())
+    found = tiling.make_tiling(operands, spec, BlockSizes(), backward=True)
+    self.assertEqual((found.block_q, found.block_kv), tiling.BLOCKS[tiling.LONG, True][:2])
+
   @parameterized.parameters(*sampling.with_slow([(masks.causal(),)], (masks.full(),), (
       masks.offset(masks.causal(), 100),), (masks.window(300, None) & masks.segments(IDS),)))
   def test_beyond_a_table(self, mask):

@@ -274,20 +274,25 @@ def own_names(operands: Operands, spec: AttentionSpec) -> tuple[str, ...]:
   return tuple(name for n, name in enumerate(mod_names(operands)) if n not in others)
 
 
+def num_by_distance(operands: Operands) -> int:
+  """Returns how many arrays of the score mod may be numbers by distance, from their shapes."""
+  return sum(_may_be_by_distance(x) for x in operands.mods)
+
+
+def _may_be_by_distance(x: jax.Array) -> bool:
+  return x.ndim == 3 or x.ndim == 4 and scalar_memory.is_per_head(x)
+
+
 def needed_vmem(tiling: Tiling, operands: Operands, backward: bool) -> int:
   """Estimates the bytes of vector memory of numbers by distance and of sums of cotangents."""
   heads, pairs, size = tiling.query_heads, math.prod(tiling.runs), 0
-  # All tiles, if these are few, or those of a step. A mask may show few diagonals of many, see
-  # `diagonals.band_of`; that of a shard in runs may show all, as its positions are traced.
-  most = diagonals.length(tiling) // LANES * heads * pairs
-  if most * diagonals.TILE_BYTES > diagonals.MOST_BYTES:
-    most = max(diagonals.step_count(tiling) * heads * pairs,
-               diagonals.MOST_BYTES // diagonals.TILE_BYTES if pairs == 1 else 0)
+  keeps_all = diagonals.keeps_all(tiling.block_diagonals, tiling, num_by_distance(operands))
+  tiles = tiling.block_diagonals if keeps_all else diagonals.step_count(tiling)
   for x in operands.mods:
-    if x.ndim == 3 or x.ndim == 4 and scalar_memory.is_per_head(x):  # by distance
+    if _may_be_by_distance(x):
       for count in (heads if x.shape[1] > 1 else 1, heads)[:1 + backward]:
         row = 2 * count * diagonals.length(tiling)
-        size += pairs * row + most * LANES**2
+        size += pairs * (row + tiles * heads * LANES**2)
     elif backward:
       size += 2 * heads * max(tiling.padded_queries, tiling.padded_keys)
   return 4 * size

@@ -19,7 +19,7 @@ from typing import Iterator
 import jax
 
 from attn_core.kernels.common import listed
-from attn_core.kernels.tpu.flash import scalar_memory, score_tiles
+from attn_core.kernels.tpu.flash import diagonals, scalar_memory, score_tiles
 from attn_core.kernels.tpu.flash.schedule import LANES, MEBIBYTE, Tiling, round_up
 from attn_core.masks import leaves, mask as mask_lib, position_range
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
@@ -195,8 +195,11 @@ def _tiling(operands: Operands, mask: mask_lib.Mask, rows: int, columns: int, ti
       larger = (_next_tile(block_q, tile_q), tile_kv) if tile_q < block_q else (
           tile_q, _next_tile(block_kv, tile_kv))
     tile_q, tile_kv = larger
-  return Tiling(queries, keys, block_q, block_kv, tile_q, tile_kv, group,
-                head_parts=_group(operands) // group, runs=score_tiles.runs_of(operands, mask))
+  found = Tiling(queries, keys, block_q, block_kv, tile_q, tile_kv, group,
+                 head_parts=_group(operands) // group, runs=score_tiles.runs_of(operands, mask))
+  if score_tiles.num_by_distance(operands):
+    found = found._replace(block_diagonals=diagonals.visible(mask, found)[1])
+  return found
 
 
 def _within_lists(mask: mask_lib.Mask, lengths: tuple[int, int],
