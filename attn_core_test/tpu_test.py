@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import BlockSizes, MaskInfo, attention, explain, masks
-from attn_core.kernels.tpu.flash import backward, schedule, tile_inputs, tiling
+from attn_core.kernels.tpu.flash import backward, patterns, schedule, tile_inputs, tiling
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test.tpu_cases import BLOCKS, CASES, IDS, KEY, TPU, Case
 from attn_core_test.tpu_interpret import interpreted
@@ -197,38 +197,44 @@ class ScheduleTest(parameterized.TestCase):
   def test_patterns_of_a_mask_known_on_the_host(self):
     sizes = schedule.Tiling(1024, 1024, 512, 512, 256, 256)
     steps, _ = schedule.build(masks.causal(), sizes, by_keys=False)
-    found, complete, parts = schedule.patterns(steps, masks.causal(), sizes, by_keys=False)
+    found = patterns.choose(steps, masks.causal(), sizes, by_keys=False)
     full, partial = 2, 1
     diagonal = partial | full << 2 | partial << 6
-    self.assertEqual(set(found), {0b10101010, diagonal})
-    self.assertTrue(complete)
-    self.assertEqual(parts, ())
+    self.assertEqual(set(found.kinds), {0b10101010, diagonal})
+    self.assertTrue(found.complete)
+    self.assertEqual((found.parts, found.others), ((), (patterns.UNMASKED, patterns.MASKED)))
 
   def test_a_tile_is_cut_by_one_side_of_a_window(self):
     sizes, mask = schedule.Tiling(2048, 2048, 512, 512, 256, 256), (
         masks.causal() & masks.window(511, 0))
     steps, _ = schedule.build(mask, sizes, by_keys=False)
-    found = schedule.patterns(steps, mask, sizes, by_keys=False)
-    partial, full, by_causal, by_left = 1, 2, 1, 2
+    found = patterns.choose(steps, mask, sizes, by_keys=False)
+    partial, full, by_causal, by_left = 1, 2, 1 | 1 << 1, 1 | 2 << 1
     before, diagonal = partial | full << 4 | partial << 6, partial | full << 2 | partial << 6
     self.assertEqual(set(found.kinds), {before, diagonal})
-    of = lambda pattern: [found.parts_of(pattern, n) for n in range(4) if pattern >> 2 * n & 1]
+    of = lambda pattern: [found.evaluated(pattern, n) for n in range(4) if pattern >> 2 * n & 1]
     self.assertEqual((of(before), of(diagonal)), ([by_left] * 2, [by_causal] * 2))
 
   @parameterized.parameters(
-      (masks.full(), (0b10101010, 0b01010101), ((1,) * 4,) * 2),
-      (masks.causal(), (0b10101010, 0b01001001, 0b01000101, 0b01010101),
-       ((2,) * 4, (3, 2, 3, 3), (3, 2, 3, 3), (2,) * 4)))
-  def test_patterns_of_a_traced_mask(self, static, expected, parts):
-    """Has those of the known mask, and the same with a mask to evaluate in all visible tiles."""
-    sizes = schedule.Tiling(1024, 1024, 512, 512, 256, 256)
+      (masks.full(), 256, (0b10101010,), ((1,) * 4,)),
+      (masks.causal(), 256, (0b10101010, 0b01001001, 0b01001101), ((2,) * 4, (3, 2, 3, 3),
+                                                                  (3, 2, 3, 3))),
+      (masks.full(), 512, (0b10,), ((1,),)))
+  def test_patterns_of_a_traced_mask(self, static, tile, expected, parts):
+    """Has those of the known mask, and the cut diagonal; others are computed strip by strip."""
+    sizes = schedule.Tiling(1024, 1024, 512, 512, tile, tile)
     found = []
     def build(ids):
       mask = static & masks.segments(ids)
       steps, _ = schedule.build(mask, sizes, by_keys=False)
-      found.append(schedule.patterns(steps, mask, sizes, by_keys=False))
+      found.append(patterns.choose(steps, mask, sizes, by_keys=False))
     jax.eval_shape(build, jax.ShapeDtypeStruct((1, 1024), np.int32))
-    self.assertEqual(found, [(expected, False, parts)])
+    arrays = 1 | 1 << (2 if static == masks.causal() else 1)
+    whole = (patterns.UNMASKED, arrays, patterns.MASKED), 2
+    # A block of one tile that is not whole is cut.
+    others = ((arrays,), 1) if tile == 512 else whole
+    self.assertEqual((found[0].kinds, found[0].complete, found[0].parts), (expected, False, parts))
+    self.assertEqual((found[0].others, found[0].strip_tiles), others)
 
   @parameterized.parameters(
       (masks.full(), 256, True), (masks.causal(), 256, True), (masks.causal(), 512, False),

@@ -25,8 +25,7 @@ from attn_core.kernels.common.backward import complete_cotangents, finite_lse
 from attn_core.kernels.common.contract import (BackwardFn, BackwardResiduals, RemoteCopy,
                                                    Residuals)
 from attn_core.kernels.tpu.flash import (
-    call, key_sums, mod_sums, row_sums, scalar_memory, schedule, score_tiles, step_list,
-    tile_inputs, tiling as tiling_lib)
+    call, key_sums, mod_sums, row_sums, patterns as patterns_lib, scalar_memory, schedule, score_tiles, step_list, tile_inputs, tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.tile_inputs import Index, KernelRefs, TileIndex, TokenRange
 from attn_core.kernels.tpu.flash.tile_loop import (
     KernelParams, Strip, for_each_tile, issue_ahead, make_kernel_params)
@@ -161,7 +160,7 @@ def _backward_group(
   # 1. Schedule and inputs.
   mask = dense_operands.mask_of(operands, spec)
   steps, lists = schedule.build(mask, tiling, by_keys=True)
-  patterns = schedule.patterns(steps, mask, tiling, by_keys=True)
+  patterns = patterns_lib.choose(steps, mask, tiling, by_keys=True)
   inputs = tile_inputs.TileInputs(steps, lists, tiling, by_keys=True)
   add_rows = lambda x: inputs.add_array(
       x, (1, tiling.query_heads, 1, tiling.block_q), lambda b, h, i, j: (b, h, 0, i))

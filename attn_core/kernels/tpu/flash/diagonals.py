@@ -162,9 +162,11 @@ class Band(NamedTuple):
 
     It takes the column minus the row of these in the tile. The place is an int where it is known.
     """
-    tiling, keys = self.tiling, tile.keys.start
-    keys = keys // LANES if isinstance(keys, int) else lax.div(keys, jnp.int32(LANES))
-    in_block = tile.queries.start // LANES - keys + tiling.block_kv // LANES - 1
+    tiling = self.tiling
+    queries, keys = (
+        x // LANES if isinstance(x, int) else lax.div(x, jnp.int32(LANES))
+        for x in (tile.queries.start, tile.keys.start))
+    in_block = queries - keys + tiling.block_kv // LANES - 1
     if self.first is None:
       return lambda shift: in_block + shift
     in_block += (tiling.padded_keys - tiling.block_kv) // LANES - self.first

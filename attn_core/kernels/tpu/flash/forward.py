@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from attn_core.kernels.common import dense_operands, listed, nonfinite
 from attn_core.kernels.common.contract import RemoteCopy, Residuals
 from attn_core.kernels.tpu.flash import (
-    call, scalar_memory, schedule, score_tiles, softmax_choice, step_list, tile_inputs,
-    tiling as tiling_lib)
+    call, patterns as patterns_lib, scalar_memory, schedule, score_tiles, softmax_choice, step_list, tile_inputs, tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.forward_step import ForwardReaders, ForwardStep, SoftmaxForm
 from attn_core.kernels.tpu.flash.tile_inputs import KernelRefs
 from attn_core.kernels.tpu.flash.tile_loop import (
@@ -88,7 +87,7 @@ def _forward_group(operands: Operands, spec: AttentionSpec, block_sizes: BlockSi
   readers = ForwardReaders(query, key, value, _add_sinks(inputs, operands))
   result = inputs.query_blocks((batch, queries, heads, value_width))
   params = make_kernel_params(inputs, operands, spec, tiling,
-                              schedule.patterns(steps, mask, tiling, by_keys=False),
+                              patterns_lib.choose(steps, mask, tiling, by_keys=False),
                               steps.single_step_rows)
   rows = tiling.query_heads * tiling.block_q
   out_dtype = dense_operands.out_dtype(operands, spec)
@@ -221,7 +220,8 @@ def _adaptive_step(step: ForwardStep, choice: softmax_choice.SoftmaxChoice, kind
   # safely, if that failed now or before,
   @pl.when(choice.is_safe)
   def _() -> None:
-    for_each_block(params, grid, kinds, step.safely().fold_block, choice.shield)
+    uncut = params._replace(patterns=params.patterns.uncut)  # half as much code
+    for_each_block(uncut, grid, kinds, step.safely().fold_block, choice.shield)
 
   # and tile by tile, if a key or value is not finite or the tiles are of no pattern.
   @pl.when(choice.is_shielded & (kinds != 0))

@@ -178,7 +178,7 @@ class ForwardStep(NamedTuple):
     buffers = dict.fromkeys(state, self.source)
     # The queries of a head are prepared once for all of its strips.
     prepared: dict[int, jax.Array] | None = (
-        {} if self._prepares_queries and len(strips) > 1 else None)
+        {} if self._prepares_queries and len(strips) > len(last) else None)
     scores_of = functools.partial(self.scores, prepared=prepared)
     for tile, masked, scores in issue_ahead(strips, scores_of, tiling_lib.AHEAD[False]):
       tiles = self.params.row_tiles(tile.head, tile.queries)

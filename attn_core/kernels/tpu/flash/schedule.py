@@ -14,7 +14,6 @@ visible tile.
 """
 
 import functools
-import itertools
 from typing import NamedTuple
 
 import jax
@@ -24,17 +23,18 @@ import numpy as np
 from attn_core.kernels.common import listed
 from attn_core.kernels.tpu.flash import step_list
 from attn_core.kernels.tpu.flash.step_list import Schedule
-from attn_core.masks import block_map, position_range, selected, tile as tile_lib
+from attn_core.masks import block_map, position_range, selected
 from attn_core.masks.mask import Mask
 from attn_core.types import cdiv
 
 LANES = 128
 MEBIBYTE = 2**20  # bytes
-MOST_PATTERNS = 6
-# A block whose tiles are of no pattern is computed tile by tile, in branches. By static cycles on
-# v6e one such tile takes as long as this many tiles of a pattern whose mask is evaluated; by
-# `by_keys`, forward and backward.
-TILES_FOR_BRANCH = {False: 3, True: 2}
+# A block whose tiles are of no pattern is computed by short strips, in branches. By static cycles of
+# the forward on v6e, one of its visible tiles takes as long as this many tiles of a pattern that
+# arrays of the mask cut. In the backward such a pattern would save 4%.
+TILES_FOR_BRANCH = 2
+# A kind of tile besides those of `block_map`: only arrays of the mask can hide a pair of it.
+CUT = 3
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -132,26 +132,6 @@ class Tiling(NamedTuple):
     return step_list.WordSizes(rows, columns, self.tiles_q * self.tiles_kv)
 
 
-class Patterns(NamedTuple):
-  """The values of `Schedule.kinds` that get specialized code."""
-
-  kinds: tuple[int, ...]  # as uint32; the one with all tiles FULL comes first if it occurs
-  complete: bool  # whether these are all values
-  # For each of `kinds`, and each tile, a bit for each of `masks.tile.parts` that may hide a pair of
-  # it in a block of these kinds. (): all of them may.
-  parts: tuple[tuple[int, ...], ...] = ()
-  apart: tuple[tuple[int, int], ...] = ()  # for each of `kinds`, see `TileIndex.apart`
-
-  def apart_of(self, pattern: int) -> tuple[int, int] | None:
-    """Returns `TileIndex.apart` of the blocks of a pattern."""
-    return dict(zip(self.kinds, self.apart)).get(pattern)
-
-  def parts_of(self, pattern: int, tile: int) -> int:
-    """Returns a bit for each part of the mask that may hide a pair of a tile; -1: all of them."""
-    found = dict(zip(self.kinds, self.parts)).get(pattern)
-    return -1 if found is None else found[tile]
-
-
 class StepLists(NamedTuple):
   """Sizes of the leading axes of a mask's tiles, by which a schedule has one or more lists."""
 
@@ -186,18 +166,18 @@ def build(mask: Mask, tiling: Tiling, *, by_keys: bool,
     # What no array can make visible is left out in any case: `num_steps` relies on it.
     possible = _possible(mask, tiling, by_keys)
     kinds = jnp.where(possible[..., None], kinds, block_map.EMPTY)
-    kinds = _rounded(kinds, _static_tiles(mask, tiling, by_keys), TILES_FOR_BRANCH[by_keys])
+    kinds = _with_cut(kinds, static_tiles(mask, tiling, by_keys), by_keys)
   room = num_steps(mask, tiling, by_keys=by_keys)
   ranges, halves = (tiling.num_ranges, 1) if by_keys else (1, tiling.halves)
   steps, longest = step_list.compact(_by_list(kinds, halves), ranges, room, xp,
                                      descending=descending)
   if halves > 1:
     half = np.arange(len(steps.rows), dtype=np.int32)[:, None] % 2
-    steps = steps._replace(rows=2 * steps.rows + (steps.rows + half) % 2)  # see `_in_halves`
+    steps = steps._replace(rows=2 * steps.rows + (steps.rows + half) % 2)  # see `in_halves`
   return steps, StepLists(kinds.shape[0], kinds.shape[1], longest, halves)
 
 
-def _in_halves(x: step_list.Array) -> step_list.Array:
+def in_halves(x: step_list.Array) -> step_list.Array:
   """Brings blocks, axis 2, to the order 0 3 4 7 ..., then 1 2 5 6 ...: equal work if causal."""
   xp = np if isinstance(x, np.ndarray) else jnp
   batches, heads, num_blocks, *rest = x.shape
@@ -209,95 +189,6 @@ def _in_halves(x: step_list.Array) -> step_list.Array:
 def _by_list(x: step_list.Array, halves: int) -> step_list.Array:
   """Merges the leading axes [batches, heads, rows, ...] to [num_lists, rows of a list, ...]."""
   return x.reshape(-1, x.shape[2] // halves, *x.shape[3:])
-
-
-def patterns(steps: Schedule, mask: Mask, tiling: Tiling, *, by_keys: bool) -> Patterns:
-  """Chooses the kinds of tiles that get specialized code: the most frequent ones.
-
-  Where the arrays of the mask are traced, these are the kinds of blocks that the arrays do not cut,
-  and those to which `build` rounds the others.
-
-  Args:
-    steps: result of `build` for the other arguments.
-    mask, tiling, by_keys: as in `build`.
-  """
-  all_full = sum(block_map.FULL << (2 * n) for n in range(tiling.tiles_q * tiling.tiles_kv))
-  if known := isinstance(steps.kinds, np.ndarray):
-    frequent = _by_frequency(steps.kinds.view(np.uint32))
-  else:
-    static = _static_tiles(mask, tiling, by_keys)
-    pairs = itertools.zip_longest(*(
-        _by_frequency(np.asarray(step_list.tile_bits(x))) for x in (static, _as_partial(static))))
-    frequent = [bits for pair in pairs for bits in pair if bits is not None]
-  first = [all_full] if all_full in frequent else []
-  chosen = tuple(dict.fromkeys([*first, *frequent]))
-  is_complete, chosen = known and len(chosen) <= MOST_PATTERNS, chosen[:MOST_PATTERNS]
-  tiles = _static_tiles(mask, tiling, by_keys)
-  several = jax.tree.leaves(mask) or len(tile_lib.parts(mask)) > 1
-  parts = tuple(_parts_of_tiles(bits, mask, tiling, by_keys) for bits in chosen) if several else ()
-  apart = tuple(_apart(bits, steps if known else None, tiles, tiling, by_keys) for bits in chosen)
-  return Patterns(chosen, is_complete, parts, apart)
-
-
-def _parts_of_tiles(pattern: int, mask: Mask, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
-  """Returns the numbers of `Patterns.parts` for a pattern, see `Schedule.kinds`."""
-  tiles = _static_tiles(mask, tiling, by_keys)
-  fits = _may_have(pattern, tiles, is_known=not jax.tree.leaves(mask))
-  found = np.zeros(tiles.shape[-1], np.int64)
-  for number, part in enumerate(tile_lib.parts(selected.split(mask)[1])):
-    hides: bool | np.ndarray = True
-    if not jax.tree.leaves(part):
-      hides = (_static_tiles(part, tiling, by_keys)[fits] != block_map.FULL).any(0)
-    found |= np.where(hides, 1 << number, 0)
-  return tuple(found.tolist())
-
-
-def _may_have(pattern: int, tiles: np.ndarray, *, is_known: bool) -> np.ndarray:
-  """Returns which blocks may have a pattern, bool [rows, columns].
-
-  Args:
-    pattern: kinds of tiles, see `Schedule.kinds`.
-    tiles: see `_static_tiles`.
-    is_known: whether the mask has no arrays, which can only hide more.
-  """
-  kinds = np.array([pattern >> 2 * n & 3 for n in range(tiles.shape[-1])])
-  if is_known:
-    return (tiles == kinds).all(-1)
-  visible = kinds != block_map.EMPTY
-  return (tiles[..., visible] != block_map.EMPTY).all(-1)
-
-
-def _apart(pattern: int, steps: Schedule | None, tiles: np.ndarray, tiling: Tiling,
-           by_keys: bool) -> tuple[int, int]:
-  """Returns `TileIndex.apart` of the blocks of a pattern.
-
-  Args:
-    pattern: kinds of tiles, see `Schedule.kinds`.
-    steps: the schedule; None: it is not known.
-    tiles: see `_static_tiles`.
-    tiling, by_keys: as in `build`.
-  """
-  if steps is not None:
-    found = np.nonzero(np.asarray(steps.kinds).view(np.uint32) == pattern)
-    row, column = np.asarray(steps.rows)[found], np.asarray(steps.columns)[found]
-    query, key = (column, row) if by_keys else (row, column)
-  else:
-    row, column = np.nonzero(_may_have(pattern, tiles, is_known=False))
-    if by_keys:
-      query = row // tiling.key_blocks * tiling.blocks_of_range + column
-      key = row % tiling.key_blocks
-    else:
-      blocks = np.arange(len(tiles)).reshape(1, 1, -1)
-      in_order = np.asarray(_in_halves(blocks)) if tiling.halves > 1 else blocks
-      query, key = in_order[0, 0, row], column
-  apart = query.astype(np.int64) * tiling.block_q - key.astype(np.int64) * tiling.block_kv
-  return int(np.min(apart)), int(np.max(apart))
-
-
-def _by_frequency(bits: np.ndarray) -> list[int]:
-  """Returns the different numbers other than 0, the most frequent one first."""
-  found, counts = np.unique(bits, return_counts=True)
-  return [int(found[n]) for n in np.argsort(-counts, kind="stable") if found[n]]
 
 
 def num_steps(mask: Mask, tiling: Tiling, *, by_keys: bool) -> int:
@@ -348,7 +239,7 @@ def _kinds(mask: Mask, tiling: Tiling, by_keys: bool) -> jax.Array | np.ndarray:
   kinds = kinds.transpose((0, 1, 2, 5, 3, 6, 4) if by_keys else (0, 1, 2, 3, 5, 6, 4))
   rows = ranges * (tiling.key_blocks if by_keys else tiling.query_blocks)
   kinds = kinds.reshape(*kinds.shape[:2], rows, -1, tiling.tiles_q * tiling.tiles_kv)
-  return _in_halves(kinds) if tiling.halves > 1 and not by_keys else kinds
+  return in_halves(kinds) if tiling.halves > 1 and not by_keys else kinds
 
 
 def _possible(mask: Mask, tiling: Tiling, by_keys: bool) -> np.ndarray:
@@ -362,7 +253,7 @@ def _possible(mask: Mask, tiling: Tiling, by_keys: bool) -> np.ndarray:
   return np.any(possible, (0, 1), keepdims=True) if jax.tree.leaves(mask) else possible
 
 
-def _static_tiles(mask: Mask, tiling: Tiling, by_keys: bool) -> np.ndarray:
+def static_tiles(mask: Mask, tiling: Tiling, by_keys: bool) -> np.ndarray:
   """Returns the kinds of tiles as far as they are known whatever the mask's arrays hold.
 
   Returns:
@@ -372,27 +263,37 @@ def _static_tiles(mask: Mask, tiling: Tiling, by_keys: bool) -> np.ndarray:
   return np.asarray(block_map.merge_heads(kinds, kinds.shape[1]))[0, 0].astype(np.int32)
 
 
-def _as_partial(tiles: np.ndarray) -> np.ndarray:
-  """Replaces FULL by PARTIAL."""
-  return np.minimum(tiles, block_map.PARTIAL)
+def all_cut(static: np.ndarray) -> np.ndarray:
+  """Replaces FULL by CUT."""
+  return np.where(static == block_map.FULL, CUT, static)
 
 
-def _rounded(kinds: jax.Array, static: np.ndarray, tiles_for_branch: int) -> jax.Array:
-  """Rounds the tiles of blocks that the arrays of a mask cut to one of `patterns`.
+def is_partly_hidden(static: np.ndarray) -> np.ndarray:
+  """Returns bool [rows, columns]: which blocks have tiles that no array can show, and others."""
+  hidden = static == block_map.EMPTY
+  return hidden.any(-1) & ~hidden.all(-1)
 
-  A tile may be PARTIAL whatever it shows, since its mask is evaluated. A block with few visible
-  tiles keeps them, as they take less time in branches than all that may be visible in a pattern.
+
+def _with_cut(kinds: jax.Array, static: np.ndarray, by_keys: bool) -> jax.Array:
+  """Marks CUT tiles; in the forward, rounds partly hidden blocks to one of `patterns.Patterns` if cut.
+
+  A block with few visible tiles keeps them, as they take less time in branches than all that may
+  be visible in a pattern. So does a block of which the static mask hides nothing: the documents
+  that cut it usually show a part of it.
 
   Args:
     kinds: see `_kinds`.
-    static: see `_static_tiles`.
-    tiles_for_branch: see TILES_FOR_BRANCH.
+    static: see `static_tiles`.
+    by_keys: whether these are of a backward.
   """
-  static = static[None, None]
+  partly_hidden, static = is_partly_hidden(static)[None, None, :, :, None], static[None, None]
+  marked = jnp.where((kinds == block_map.PARTIAL) & (static == block_map.FULL), CUT, kinds)
+  if by_keys:
+    return marked
   visible = (kinds != block_map.EMPTY).sum(-1, keepdims=True)
-  few = visible * tiles_for_branch < (static != block_map.EMPTY).sum(-1, keepdims=True)
-  uncut = (kinds == static).all(-1, keepdims=True)
-  return jnp.where((visible == 0) | few | uncut, kinds, _as_partial(static))
+  many = visible * TILES_FOR_BRANCH >= (static != block_map.EMPTY).sum(-1, keepdims=True)
+  is_cut = (kinds != static).any(-1, keepdims=True) & (visible > 0)
+  return jnp.where(partly_hidden & many & is_cut, all_cut(static), marked)
 
 
 @functools.lru_cache(maxsize=256)

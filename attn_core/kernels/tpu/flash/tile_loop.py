@@ -21,16 +21,16 @@ from attn_core.kernels.common import dense_operands, listed, matmul_precision
 from attn_core.kernels.common.online_softmax import LOG2E
 from attn_core.kernels.tpu.flash import (
     call, depth_columns, list_bits, mask_tiles, schedule, score_tiles, tile_inputs)
-from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex, TokenRange
+from attn_core.kernels.tpu.flash.patterns import MASKED, UNMASKED, Patterns
+from attn_core.kernels.tpu.flash.tile_inputs import (
+    GridIndex, Index, KernelRefs, TileIndex, TokenRange)
 from attn_core.masks import block_map
 from attn_core.types import AttentionSpec, Operands
 
 # d logits -> (d scaled scores, cotangents of arrays of the score mod)
 Pull: TypeAlias = Callable[[jax.Array], tuple[jax.Array, score_tiles.Arrays]]
-# What of the mask must be evaluated in a tile: nothing where it is fully visible, some parts
-# (`masks.tile.parts`: 1 and twice their bits), or everything.
-UNMASKED, MASKED = 0, -1
-Strip = tuple[TileIndex, int]  # (neighboring tiles of one kind, such a number)
+# (neighboring tiles, what of the mask must be evaluated in them: see `patterns.UNMASKED`)
+Strip = tuple[TileIndex, int]
 
 
 class KernelParams(NamedTuple):
@@ -40,7 +40,7 @@ class KernelParams(NamedTuple):
   tiling: schedule.Tiling
   mask: mask_tiles.MaskReader
   dropout: mask_tiles.DropoutReader
-  patterns: schedule.Patterns
+  patterns: Patterns
   single_step_rows: bool  # see `schedule.Schedule.single_step_rows`
   bias: tile_inputs.Reader | None  # of a tile
   precision: Any
@@ -76,8 +76,7 @@ class KernelParams(NamedTuple):
       kind = (pattern >> shift) & 3
       if kind == block_map.EMPTY:
         continue
-      masked = UNMASKED if kind == block_map.FULL else (
-          1 | self.patterns.parts_of(pattern, shift // 2) << 1)
+      masked = self.patterns.evaluated(pattern, shift // 2)
       before, masked_before = found[-1] if found else (None, UNMASKED)
       both = masked & masked_before
       # Tiles with unlike parts, as at both sides of a narrow window, are faster in one strip.
@@ -93,17 +92,22 @@ class KernelParams(NamedTuple):
 
   def rows(self, tile: TileIndex) -> Any:
     """Returns the slice of a tile's queries, of those of all heads of the step."""
-    return pl.ds(tile.head * self.tiling.block_q + tile.queries.start, tile.queries.length)
+    start = tile.head * self.tiling.block_q + tile.queries.start
+    return pl.ds(_whole_lanes(start), tile.queries.length)
 
   def head_rows(self, head: int) -> Any:
     """Returns the slice of all queries of a head, of those of all heads of the step."""
     return pl.ds(head * self.tiling.block_q, self.tiling.block_q)
 
   def row_tiles(self, head: int, queries: TokenRange) -> dict[tuple[int, int], Any]:
-    """Returns {(query head, first query): slice of rows} of the tiles of some queries."""
-    size = self.tiling.tile_q
-    return {(head, start): pl.ds(head * self.tiling.block_q + start, size)
-            for start in range(queries.start, queries.start + queries.length, size)}
+    """Returns {(query head, first query): slice of rows} of the tiles of some queries.
+
+    Where the first query is known in the kernel only, the keys count from it.
+    """
+    size, first = self.tiling.tile_q, head * self.tiling.block_q + queries.start
+    start = queries.start if isinstance(queries.start, int) else 0
+    return {(head, start + n): pl.ds(_whole_lanes(first + n), size)
+            for n in range(0, queries.length, size)}
 
   def key_head(self, tile: TileIndex) -> int:
     """Returns the key head of a tile, of those of the step."""
@@ -185,7 +189,7 @@ class KernelParams(NamedTuple):
 
 
 def make_kernel_params(inputs: tile_inputs.TileInputs, operands: Operands, spec: AttentionSpec,
-                       tiling: schedule.Tiling, patterns: schedule.Patterns,
+                       tiling: schedule.Tiling, patterns: Patterns,
                        single_step_rows: bool) -> KernelParams:
   """Adds mask, bias, dropout and score mod to the inputs; returns the parameters of a kernel."""
   lists = list_bits.readers(inputs, dense_operands.mask_of(operands, spec))
@@ -208,7 +212,7 @@ def for_each_tile(params: KernelParams, grid: GridIndex, kinds: jax.Array,
     grid: which block.
     kinds: int32, two bits for each tile; see `schedule.Schedule`.
     compute: takes all strips of a block at once if its kinds are one of `params.patterns`, and
-      one tile at a time otherwise.
+      one strip of each head at a time otherwise.
   """
   for_each_block(params, grid, kinds, compute, lambda: loop(params, grid, kinds, compute))
 
@@ -232,27 +236,60 @@ def for_each_block(params: KernelParams, grid: GridIndex, kinds: jax.Array,
 
 def loop(params: KernelParams, grid: GridIndex, kinds: jax.Array,
          compute: Callable[[list[Strip]], None], *, always_masked: bool = False) -> None:
-  """Runs `compute` on one visible tile after another, of any kinds.
+  """Runs `compute` on one visible strip after another, of any kinds.
 
   Args:
     params, grid, kinds: as in `for_each_tile`.
-    compute: takes one tile.
-    always_masked: evaluate the mask on fully visible tiles as well, for half of the code.
+    compute: takes the same strip of all heads, as the work of one hides the latency of another.
+    always_masked: evaluate the mask on fully visible tiles as well, for less code.
   """
   tiling = params.tiling
-  full, partial = (lambda kind: kind == block_map.FULL), (lambda kind: kind == block_map.PARTIAL)
-  cases = (((lambda kind: kind != block_map.EMPTY), MASKED),) if always_masked else (
-      (full, UNMASKED), (partial, MASKED))
-  for shift, first in params.tiles(grid)[:tiling.query_heads * tiling.tiles_q]:
-    @pl.loop(0, tiling.tiles_kv)
-    def _(c: jax.Array, shift: int = shift, first: TileIndex = first) -> None:
-      kind = (kinds >> (shift + 2 * tiling.tiles_q * c)) & 3
-      start = pl.multiple_of(c * tiling.tile_kv, tiling.tile_kv)
-      tile = first._replace(keys=TokenRange(start, tiling.tile_kv))
-      for is_case, masked in cases:
-        @pl.when(is_case(kind))
-        def _(masked: int = masked) -> None:
-          compute([(tile, masked)])
+  width, cases = params.patterns.strip_tiles, params.patterns.others
+  cases = (MASKED,) if always_masked else cases
+  number = tiling.tiles_q // width  # of strips along the queries
+
+  @pl.loop(0, number * tiling.tiles_kv)
+  def _(n: jax.Array) -> None:
+    c = lax.div(n, jnp.int32(number)) if number > 1 else n
+    t = (n - c * number) * width if number > 1 else 0
+    found = _strip_kinds(kinds >> 2 * (tiling.tiles_q * c + t), width)
+    queries = TokenRange(_whole_lanes(t * tiling.tile_q), width * tiling.tile_q)
+    keys = TokenRange(_whole_lanes(c * tiling.tile_kv), tiling.tile_kv)
+    for masked in cases:
+      @pl.when(found.any if cases == (MASKED,) else found.is_case(masked))
+      def _(masked: int = masked) -> None:
+        compute([(TileIndex(grid, head, queries, keys), masked)
+                 for head in range(tiling.query_heads)])
+
+
+def _whole_lanes(start: Index) -> Index:
+  """Says to the compiler that a number of tokens is a multiple of LANES."""
+  return start if isinstance(start, int) else pl.multiple_of(start, schedule.LANES)
+
+
+class _StripKinds(NamedTuple):
+  """Kinds of the neighboring tiles of a strip."""
+
+  any: jax.Array  # whether one is visible
+  full: jax.Array  # whether all are FULL
+  partial: jax.Array  # whether more than arrays may hide a pair of one
+
+  def is_case(self, masked: int) -> jax.Array:
+    """Returns whether UNMASKED, `Patterns.by_arrays` or MASKED must be evaluated."""
+    if masked == UNMASKED:
+      return self.full
+    if masked == MASKED:
+      return self.any & self.partial
+    return jnp.logical_not(self.full | self.partial)
+
+
+def _strip_kinds(bits: jax.Array, width: int) -> _StripKinds:
+  """Reads the kinds of a strip, which are the lowest bits of a number."""
+  kinds = [(bits >> 2 * n) & 3 for n in range(width)]
+  each = lambda test: functools.reduce(jnp.logical_or, [test(kind) for kind in kinds])
+  return _StripKinds(each(lambda kind: kind != block_map.EMPTY),
+                     jnp.logical_not(each(lambda kind: kind != block_map.FULL)),
+                     each(lambda kind: kind < block_map.FULL))
 
 
 def issue_ahead(strips: Sequence[Strip], products: Callable[[TileIndex], Any],
