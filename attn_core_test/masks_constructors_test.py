@@ -103,7 +103,7 @@ class LeavesTest(parameterized.TestCase):
         np.testing.assert_array_equal(found[size], seen, f"{size} in jit")
 
   def test_segments_compare_once(self):
-    """Of any two ids, equal ones that are not negative; one operation for each pair of tokens."""
+    """Compares equal ids, negative ones and others, by one operation for each pair of tokens."""
     ids = np.array([-2**31, -2**31 + 1, -3, -2, -1, 0, 1, 2, 2**31 - 1], np.int32)
     see = lambda query, key: leaves.Segments(query, key).visible(Coordinates(0, 0, 0, 0, 0, 0))
     seen = (ids[:, None] == ids) & (ids >= 0)

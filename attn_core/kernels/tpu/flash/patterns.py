@@ -53,7 +53,7 @@ class Patterns(NamedTuple):
 
   @property
   def uncut(self) -> "Patterns":
-    """Those without CUT tiles."""
+    """The same without patterns that have CUT tiles."""
     keeps = [not kinds & kinds >> 1 & 0x55555555 for kinds in self.kinds]
     of = lambda x: tuple(itertools.compress(x, keeps))
     return self._replace(kinds=of(self.kinds), parts=of(self.parts), apart=of(self.apart))

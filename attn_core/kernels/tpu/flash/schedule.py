@@ -29,8 +29,8 @@ from attn_core.types import cdiv
 
 LANES = 128
 MEBIBYTE = 2**20  # bytes
-# A block whose tiles are of no pattern is computed by short strips, in branches. By static cycles of
-# the forward on v6e, one of its visible tiles takes as long as this many tiles of a pattern that
+# A block whose tiles are of no pattern is computed by short strips, in branches. By static cycles
+# of the forward on v6e, one of its visible tiles takes as long as this many tiles of a pattern that
 # arrays of the mask cut. In the backward such a pattern would save 4%.
 TILES_FOR_BRANCH = 2
 # A kind of tile besides those of `block_map`: only arrays of the mask can hide a pair of it.
