@@ -275,6 +275,26 @@ class ScheduleTest(parameterized.TestCase):
       self.assertEqual((found.block_q, found.block_kv), (rows, 1024))
 
   @parameterized.parameters(
+      ("bfloat16", None, 1024), ("float32", None, 512), ("bfloat16", (1, 1, 4096, 4096), 512))
+  def test_blocks_with_a_bias(self, dtype, dense, expected):
+    """In 16 bits they are those without one, unless a dense mask makes their code longer."""
+    mask = masks.causal() if dense is None else masks.causal() & masks.dense(np.ones(dense, bool))
+    operands = shapes(4096, 2, 128, jnp.dtype(dtype))._replace(
+        bias=jax.ShapeDtypeStruct((1, 1, 4096, 4096), jnp.float32),
+        mask=MaskOperands(tuple(jax.tree.leaves(mask))))
+    for is_backward in (False, True):
+      found = tiling.make_tiling(operands, spec_of(mask), BlockSizes(), backward=is_backward)
+      self.assertEqual((found.block_q, found.block_kv), (expected, expected))
+
+  @parameterized.parameters(
+      (2, 2, 1024), (4, 2, 1024), (5, 5, 512), (7, 7, 512), (9, 3, 1024), (16, 2, 1024))
+  def test_blocks_of_wide_grouped_heads(self, group, heads, rows):
+    """A step of four heads of 256 numbers takes longer than two steps of two."""
+    found = tiling.make_tiling(shapes(4096, group, 256, jnp.bfloat16, 1), spec_of(masks.causal()),
+                               BlockSizes(), backward=False)
+    self.assertEqual((found.group, found.block_q, found.block_kv), (heads, rows, 1024))
+
+  @parameterized.parameters(
       (masks.causal(), 2048), (masks.causal() & masks.window(1023, 0), 1024),
       (masks.causal() & masks.segments(np.zeros((1, 8192), np.int32)), 1024),
       (masks.causal() & masks.lengths(np.array([7], np.int32)), 2048))

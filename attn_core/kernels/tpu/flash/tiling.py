@@ -36,13 +36,17 @@ BLOCKS = {(WHOLE, False): (1024, 4096, 512), (WHOLE, True): (1024, 2048, 512),
 # keys, and the work of one hides the latency of another. Other kinds of masks, and SMALL_BLOCKS,
 # take a block of queries of one head. The other query heads of the key head are other steps.
 GROUPED_ROWS = {(MASKED, False): 4096, (MASKED, True): 2048}
+# The most where queries or values are wider than the lanes: 2 of 4 heads, all of 5 or 7.
+WIDE_GROUPED_ROWS = 3584
 LEAST_GROUPED_ROWS = 512  # of a head, where a step computes several and their blocks are cut
 # A full mask is WHOLE if its key tokens and its width are above the first number and at most the
 # second: a step then takes all keys, and its sums need no second step. With 1,024 queries a step
 # instead of 2,048 it is 2% slower, in half of the code, but one that is computed again costs half.
 WHOLE_KEYS, WHOLE_WIDTHS = (2048, 4096), (64, 128)
 LONG_KEYS = 8192  # from this length on, a mask that may show most of a row is LONG
-PER_PAIR_BLOCK = (512, 512, 512)  # with a bias or a dense mask, which has a number per pair
+# With a dense mask, whose code is longer in larger blocks, and in 32 bits with any number of pairs.
+# In 16 bits a bias takes the blocks of MASKED.
+PER_PAIR_BLOCK = (512, 512, 512)
 # By backward, for float32, where a third of the code compiles in half the time. Products of float32
 # take six passes, compared to which filling the pipeline costs little: the forward is 2% slower to
 # 4% faster than with the blocks above, the backward 7 to 9% slower.
@@ -88,6 +92,8 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
   small = operands.query.dtype.itemsize == 4
   rows, columns, tile = _blocks(operands, mask, backward, small)
   most_rows = rows if small else GROUPED_ROWS.get((_kind(operands, mask), backward), rows)
+  if max(operands.query.shape[3], operands.value.shape[3]) > LANES:
+    most_rows = min(most_rows, WIDE_GROUPED_ROWS)
   rows, columns = _within_lists(mask, (queries, keys), (rows, columns))
   most_heads = listed.heads_of_a_list(mask)
   group, rows = _step_heads(operands, wanted_q or rows, most_rows, wanted_q is not None,
@@ -148,7 +154,8 @@ def _blocks(operands: Operands, mask: mask_lib.Mask, backward: bool,
             small: bool) -> tuple[int, int, int]:
   """Returns (query tokens, key tokens, tile) from the tables."""
   if list(_per_pair(operands)):
-    return PER_PAIR_BLOCK
+    is_dense = any(_is_dense(x) for x in operands.mask.arrays)
+    return PER_PAIR_BLOCK if small or is_dense else BLOCKS[MASKED, backward]
   if small:
     return SMALL_BLOCKS[backward]
   return BLOCKS[_kind(operands, mask), backward]
@@ -347,11 +354,16 @@ def _per_pair(operands: Operands) -> Iterator[tuple[jax.Array, int]]:
   if operands.bias is not None:
     yield operands.bias, operands.bias.dtype.itemsize
   for x in operands.mask.arrays:
-    if x.ndim == 4 and x.dtype == bool:  # others are lists of blocks
+    if _is_dense(x):
       yield x, 1
   for x in operands.mods:
     if x.ndim == 4 and min(x.shape[2:]) > 1:
       yield x, x.dtype.itemsize
+
+
+def _is_dense(x: jax.Array) -> bool:
+  """Whether an array of a mask is a dense one; others with four axes are lists of blocks."""
+  return x.ndim == 4 and x.dtype == bool
 
 
 def _next_tile(block: int, tile: int) -> int:
