@@ -24,7 +24,7 @@ from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, Pages
                        PagesV2, PagesV3, attention, explain, ragged_page_attention_v2)
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import pages, quantize
-from attn_core.kernels.tpu.ragged import common
+from attn_core.kernels.tpu.ragged import common, row_tiles
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 from attn_core.kernels.tpu.ragged.kv_layout import KVLayout, LiveTokens
 from attn_core.types import cdiv
@@ -162,7 +162,8 @@ class InterpretTest(parameterized.TestCase):
       self.assertTrue(np.isnan(after[seen]).all())
       np.testing.assert_array_equal(after[~seen], before[~seen])
 
-  @mock.patch.multiple(common, TILE_KEYS=8, TILE_ROWS=128)
+  @mock.patch.multiple(common, TILE_KEYS=16, TILE_ROWS=128)
+  @mock.patch.object(row_tiles, "SLICE_KEYS", 8)
   def test_large_numbers_of_a_row_change_no_other_row(self):
     """Computes rows whose sums are out of range, by tiles of which the mask hides and cuts some."""
     case = Case((75, 9), (70, 9), page=16, H=8, K=1, D=128, rest=0)

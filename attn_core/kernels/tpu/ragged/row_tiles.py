@@ -18,6 +18,7 @@ from attn_core.kernels.tpu.ragged.common import (
     KernelRefs, LogitsSpec, StepShape, TileIndex, TilePart)
 from attn_core.masks.block_map import EMPTY, FULL, PARTIAL
 
+SLICE_KEYS = 128  # least keys of a part of a tile for which the mask is left out
 MOST_CASES = 6  # each has code of its own
 
 Pattern = tuple[int, ...]  # EMPTY, PARTIAL or FULL for each tile, in the order of `parts`
@@ -34,6 +35,7 @@ class Case(NamedTuple):
   """A pattern, and where it is that of a mask that only bounds keys to the right of each query."""
 
   pattern: Pattern
+  slices: tuple[Pattern, ...]  # of each tile: the kinds of its parts of equal numbers of keys
   # Positions of the step's first query, counted from the block's first key: [first, end); end None:
   # unbounded. Of a full pattern only, without such a mask.
   first: int | None = None
@@ -58,19 +60,30 @@ def cases(spec: LogitsSpec, shape: StepShape) -> list[Case]:
   """Returns the patterns that have code of their own, those with least work first."""
   tiles = parts(shape)
   if shape.mask_rows:
-    return [Case((PARTIAL,) * len(tiles))]
-  whole = (FULL,) * len(tiles)
+    return [Case((PARTIAL,) * len(tiles), ((PARTIAL,),) * len(tiles))]
+  whole, whole_slices = (FULL,) * len(tiles), ((FULL,),) * len(tiles)
   if spec.right is None or shape.one_block or spec.drafts:
-    return [Case(whole)]
+    return [Case(whole, whole_slices)]
   block_q, block_kv = shape.block_q, shape.layout.block_kv
   step = math.gcd(block_q, block_kv)  # between possible positions of the first query
-  found: dict[Pattern, Case] = {}
+  found: dict[tuple, Case] = {}
   for shift in range(-(block_q + spec.right) // step * step, block_kv + step, step):
     pattern = tuple(_kind_at(spec.right, shape, part, shift) for part in tiles)
-    before = found.get(pattern, Case(pattern, shift))
-    found[pattern] = before._replace(end=None if pattern == whole else shift + step)
-  cut = [x for x in found.values() if any(x.pattern)]
-  return cut if len(cut) <= MOST_CASES else [x for x in cut if x.pattern == whole]
+    slices = tuple(tuple(_kind_at(spec.right, shape, x, shift) for x in sliced(part))
+                   for part in tiles)
+    if pattern == whole:
+      found.setdefault(pattern, Case(pattern, whole_slices, shift))
+    elif any(pattern):
+      found[slices] = Case(pattern, slices, shift, shift + step)
+  usual = [*found.values()]
+  return usual if len(usual) <= MOST_CASES else [x for x in usual if x.pattern == whole]
+
+
+def sliced(part: TilePart) -> list[TilePart]:
+  """Returns the parts of a tile, of equal numbers of keys."""
+  first, end = part.keys.start, part.keys.stop
+  size = (end - first) // 2 if (end - first) % (2 * SLICE_KEYS) == 0 else end - first
+  return [part._replace(keys=slice(a, a + size)) for a in range(first, end, size)]
 
 
 def _kind_at(right: int, shape: StepShape, part: TilePart, shift: int) -> int:

@@ -8,7 +8,8 @@ As in the flash kernel, a block is computed by tiles, of which hidden ones are l
 those that the mask cuts evaluate it; and weights are relative to a number that is 0 at first,
 whatever the scores, so that no score waits for the maximum of its row. Where a row's sum leaves the
 range in which that is as accurate as a maximum, the block is computed again for this row, relative
-to its maximum, which the row keeps. The result of a row depends on no other row, bit by bit.
+to its maximum, which the row keeps. So the result of a row depends on no other row, bit by bit. A
+block with a number that is not finite, or large, is computed again for all rows.
 """
 
 import collections
@@ -63,8 +64,8 @@ def update(k: KernelRefs, tile: TileIndex) -> None:
     left = left & jnp.logical_not(matches)
 
     @pl.when(matches)
-    def _(pattern: row_tiles.Pattern = case.pattern) -> None:
-      _for_each_group(k, lambda group: _fold_pattern(_load(k, tile, block, group), pattern))
+    def _(case: row_tiles.Case = case) -> None:
+      _for_each_group(k, lambda group: _fold_case(_load(k, tile, block, group), case))
 
   # 3. Fold it in tile by tile if it is none, or with care if any of its numbers are large; and
   # once more for rows whose sums have left their range.
@@ -82,8 +83,7 @@ def update(k: KernelRefs, tile: TileIndex) -> None:
       @pl.when(is_careful | jnp.where(attempt == 0, left, _needs_care(k)))
       def _() -> None:
         _for_each_group(k, lambda group: _fold_tiles(
-            _load(k, tile, block, group, shields=True), kinds,
-            _failed(k, group) & (attempt > 0)))
+            _load(k, tile, block, group, shields=True), kinds, attempt > 0))
 
 
 def _for_each_group(k: KernelRefs, fold: Callable[[Index], None]) -> None:
@@ -116,18 +116,19 @@ def _load(k: KernelRefs, tile: TileIndex, block: KVBlock, group: Index, *,
 # --- Tiles. --------------------------------------------------------------------------------------
 
 
-def _fold_pattern(step: _Step, pattern: row_tiles.Pattern) -> None:
-  """Folds in the tiles that a pattern shows; scores of the next ones are issued ahead."""
+def _fold_case(step: _Step, case: row_tiles.Case) -> None:
+  """Folds in the tiles that a case shows; scores of the next ones are issued ahead."""
   k = step.k
-  shown = [x for x in zip(row_tiles.parts(k.shape), pattern) if x[1]]
-  issued = collections.deque(_scores(step, part) for part, _ in shown[:AHEAD])
+  shown = [(part, kinds) for part, kinds in zip(row_tiles.parts(k.shape), case.slices)
+           if any(kinds)]
+  issued = collections.deque(_scores(step, _visible_part(*x)) for x in shown[:AHEAD])
   state: dict[int, Running] = {}
-  for n, (part, kind) in enumerate(shown):
+  for n, (part, kinds) in enumerate(shown):
     if n + AHEAD < len(shown):
-      issued.append(_scores(step, shown[n + AHEAD][0]))
+      issued.append(_scores(step, _visible_part(*shown[n + AHEAD])))
     rows = part.rows
     before = state.pop(rows.start, None) or _read(step, common.current(k), rows)
-    state[rows.start] = _folded(step, part, issued.popleft(), before, kind)
+    state[rows.start] = _folded(step, part, issued.popleft(), before, kinds)
     if n + 1 == len(shown) or shown[n + 1][0].rows != rows:
       _write(step, rows, state.pop(rows.start))
   for part in row_tiles.parts(k.shape):
@@ -135,22 +136,35 @@ def _fold_pattern(step: _Step, pattern: row_tiles.Pattern) -> None:
       _write(step, part.rows, _read(step, common.current(k), part.rows))
 
 
-def _fold_tiles(step: _Step, kinds: row_tiles.Kinds | None, failed: jax.Array) -> None:
+def _visible_part(part: TilePart, kinds: row_tiles.Pattern) -> TilePart:
+  """Returns a tile without hidden slices at its end; `kinds` are those of its slices."""
+  count = max(n + 1 for n, kind in enumerate(kinds) if kind)
+  size = (part.keys.stop - part.keys.start) // len(kinds)
+  return part._replace(keys=slice(part.keys.start, part.keys.start + count * size))
+
+
+def _fold_tiles(step: _Step, kinds: row_tiles.Kinds | None, only_failed: jax.Array) -> None:
   """Folds in all visible tiles of a block, one after the other, with care.
 
   Args:
     step: the block and the head group.
     kinds: which tiles are visible; None: all may be.
-    failed: bool [1, group_rows]: rows that are computed relative to their maximum.
+    only_failed: whether rows that have failed are computed, relative to their maximum, and others
+      keep their result; else all are computed, as in `_fold_case`.
   """
   k = step.k
+  failed = _failed(k, step.group) & only_failed
+  changes = failed | jnp.logical_not(only_failed)
   for ref in k.running:
-    ref[1 - common.current(k), step.group] = ref[common.current(k), step.group]
+    before, after = ref[common.current(k), step.group], ref[1 - common.current(k), step.group]
+    ref[1 - common.current(k), step.group] = jnp.where(changes, before, after)
   for number, part in enumerate(row_tiles.parts(k.shape)):
     @pl.when(True if kinds is None else jnp.logical_not(kinds.is_hidden(number)))
     def _(part: TilePart = part) -> None:
       before = _read(step, 1 - common.current(k), part.rows)
-      _write(step, part.rows, _folded_safely(step, part, before, failed[:, part.rows]))
+      after = _folded_safely(step, part, before, failed[:, part.rows])
+      _write(step, part.rows, Running(*(
+          jnp.where(changes[:, part.rows], x, y) for x, y in zip(after, before))))
 
 
 def _read(step: _Step, buffer: Index, rows: slice) -> Running:
@@ -186,15 +200,34 @@ def _weigh(step: _Step, part: TilePart, weights: jax.Array) -> jax.Array:
 
 
 def _folded(step: _Step, part: TilePart, scores: jax.Array, before: Running,
-            kind: int) -> Running:
-  """Folds in one tile relative to `m_i`; rows that see any key get at least TRACE in l_i."""
-  logits = _logits(step, part, scores)
-  weights = jnp.exp2((logits - before.m_i) * step.k.spec.unit)
-  trace: jax.Array | float = TRACE
-  if kind == row_tiles.PARTIAL:
-    visible = common.visible(step.k, step.tile, step.group, axis=0, part=part)
-    weights = jnp.where(visible, weights, 0.0)
-    trace = jnp.where(common.sees_any(step.k, step.tile, part, visible), TRACE, 0.0)
+            kinds: row_tiles.Pattern) -> Running:
+  """Folds in one tile relative to `m_i`; rows that see any key get at least TRACE in l_i.
+
+  Args:
+    step: the block and the head group.
+    part: the tile.
+    scores: of `_visible_part`.
+    before: the running softmax of its rows.
+    kinds: of its slices.
+  """
+  k, trace = step.k, jnp.zeros((1, 1), jnp.float32)
+  slices = row_tiles.sliced(part) if len(kinds) > 1 else [part]
+  found: list[jax.Array] = []
+  for piece, kind in zip(slices, kinds):
+    first, size = piece.keys.start - part.keys.start, piece.keys.stop - piece.keys.start
+    if kind == row_tiles.EMPTY:
+      found.append(jnp.zeros((size, before.m_i.shape[1]), jnp.float32))
+      continue
+    logits = _logits(step, piece, scores[first:first + size])
+    weights = jnp.exp2((logits - before.m_i) * k.spec.unit)
+    sees: jax.Array | bool = True
+    if kind == row_tiles.PARTIAL:
+      visible = common.visible(k, step.tile, step.group, axis=0, part=piece)
+      weights = jnp.where(visible, weights, 0.0)
+      sees = common.sees_any(k, step.tile, piece, visible)
+    found.append(weights)
+    trace = jnp.maximum(trace, jnp.where(sees, TRACE, 0.0))
+  weights = jnp.concatenate(found, 0) if len(found) > 1 else found[0]
   after = online_softmax.add(before, weights, lambda x: _weigh(step, part, x), axis=0)
   return after._replace(l_i=after.l_i + trace)
 
