@@ -245,7 +245,8 @@ class LatentTest(parameterized.TestCase):
       self.assertRegex(said(**arguments), "can, by latent.pages_gpu")
     for arguments, words in (
         (dict(dtype="float32"), "dtype float32"), (dict(page=20), "pages of 20 tokens"),
-        (dict(held="int8"), "pages of 16 tokens with scales of 1 heads each: .*32 tokens"),
+        (dict(held="int8"), "pages of 16 tokens with scales of 1 heads each: .*32 tokens of a "
+         "single head; make pages of a multiple of 32 tokens"),
         (dict(held="int8", dtype="float16", page=32), "float16 with quantized"),
         (dict(held="int8", page=32, rope="float16"), "a rotary part of float16 with latents in 8"),
         (dict(chunk_size=8), "chunk_size"),

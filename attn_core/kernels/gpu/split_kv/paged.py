@@ -98,9 +98,11 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
     number = 1 if is_latent else cache.key_scales.shape[2]
   if number % quantized_kv.SCALE_HEADS and (
       not quantized.single_head or piece_size(page_size) % quantized_kv.SINGLE_HEAD_TOKENS):
+    cure = f"; make pages of a multiple of {quantized_kv.SINGLE_HEAD_TOKENS} tokens"
+    cure = cure if quantized.single_head else ""
     return (f"pages of {page_size} tokens with scales of {number} heads each: the kernel for "
             f"Hopper copies those of {quantized_kv.SCALE_HEADS} heads together, or of "
-            f"{quantized_kv.SINGLE_HEAD_TOKENS} tokens of a single head")
+            f"{quantized_kv.SINGLE_HEAD_TOKENS} tokens of a single head{cure}")
   return _unsupported_memory(query, cache, metadata, heads)
 
 

@@ -46,16 +46,6 @@ def has_few_rows(layout: KVLayout, rows: int) -> bool:
   return rows <= (FEW_ROWS_LATENT if layout.latent else FEW_ROWS)
 
 
-def latent_row_groups(rows: int) -> int:
-  """Returns how many groups of equal size `rows` of queries form, each of few rows; 1: they do not.
-
-  Latent rows lie in vector memory, and are the operands that stay in the matrix units for one group
-  after the other.
-  """
-  return next((n for n in range(1, rows // SUBLANES + 1) if rows % n == 0
-               and rows // n <= FEW_ROWS_LATENT and rows // n % (2 * SUBLANES) == 0), 1)
-
-
 class Steps(NamedTuple):
   """The work of every grid step: int32 [num_steps] each; in scalar memory [fields, num_steps]."""
 
@@ -79,7 +69,7 @@ class StepShape(NamedTuple):
   mask_rows: int = 0  # rows of the mask for a batch row; 0: the mask follows from positions
   mask_heads: bool = False  # whether the mask has rows for every query head
   one_block: bool = False  # whether a step has all queries of its request, from the first one on
-  row_groups: int = 1  # head groups that the rows of latent rows form, see `latent_row_groups`
+  row_groups: int = 1  # head groups that the rows of latent rows form, see `decode`
 
   @property
   def head_rows(self) -> int:

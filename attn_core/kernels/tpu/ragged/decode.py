@@ -21,7 +21,7 @@ from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.kernels.tpu import launch
 from attn_core.kernels.tpu.ragged import common, kernel, row_mods
 from attn_core.kernels.tpu.ragged.kv_layout import (
-    LANES, KVLayout, is_heads_major, whole_tile)
+    LANES, SUBLANES, KVLayout, is_heads_major, whole_tile)
 from attn_core.kernels.tpu.ragged.mod_form import ModInputs
 from attn_core.masks import materialize
 from attn_core.score_mods import tables
@@ -75,6 +75,16 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   return Residuals(out, lse[..., 0].swapaxes(1, 2))
 
 
+def _latent_row_groups(rows: int) -> int:
+  """Returns how many groups of equal size `rows` of queries form, each of few rows; 1: they do not.
+
+  Latent rows lie in vector memory, and are the operands that stay in the matrix units for one group
+  after the other.
+  """
+  return next((n for n in range(1, rows // SUBLANES + 1) if rows % n == 0
+               and rows // n <= common.FEW_ROWS_LATENT and rows // n % (2 * SUBLANES) == 0), 1)
+
+
 def _make_layout(query: ShapedArray, key: ShapedArray, value: ShapedArray,
                  block_sizes: BlockSizes, form: tuple[bool, int | None]) -> KVLayout:
   """Returns the layout of keys and values, with blocks that fit in vector memory.
@@ -91,7 +101,7 @@ def _make_layout(query: ShapedArray, key: ShapedArray, value: ShapedArray,
   block_kv = min(block_kv, cdiv(key.shape[1], LANES) * LANES)
   rows = length * heads // key.shape[2]
   if latent_width is not None:
-    rows //= common.latent_row_groups(rows)
+    rows //= _latent_row_groups(rows)
   lanes = cdiv(rows, LANES) * LANES
   block_kv = min(block_kv, max(1, MOST_SCORES // lanes // LANES) * LANES)
   scales = "token" if has_scales else None
@@ -126,7 +136,7 @@ def _within_memory(layout: KVLayout, query: ShapedArray) -> KVLayout:
 def _step_shape(layout: KVLayout, query: ShapedArray) -> common.StepShape:
   """Returns the sizes of a step, without a mask."""
   length, heads = query.shape[1:3]
-  groups = common.latent_row_groups(length * heads) if layout.latent else 1
+  groups = _latent_row_groups(length * heads) if layout.latent else 1
   return common.StepShape(layout, heads // layout.key_heads, length, row_groups=groups)
 
 
