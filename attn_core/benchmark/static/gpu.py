@@ -64,6 +64,20 @@ INSTRUCTIONS = {"products": r"[HQI]GMMA\.", "exponentials": r"MUFU\.EX2",
                 "stores to spill": r"STL\b", "loads of global memory": r"LDG\b",
                 "loads of shared memory": r"LDS", "copies": r"UTMALDG"}
 TIMEOUT = 900.0  # seconds per process
+# Stands for ptxas in the process that compiles: runs it, and keeps what it reads, makes and prints.
+KEPT = "ATTN_CORE_KEPT"  # names the folder for that in the environment
+ASSEMBLER = f"""#!/bin/sh
+if [ ! -f "$1" ] || [ "$2" != -o ]; then
+  exec '%(ptxas)s' "$@"
+fi
+kept=$(mktemp -d "${KEPT}/XXXXXX")
+'%(ptxas)s' -v "$@" 2> "$kept/log"
+status=$?
+cp "$1" "$kept/kernel.ptx"
+cp "$3" "$kept/kernel.cubin"
+cat "$kept/log" >&2
+exit $status
+"""
 
 
 class Kernel(NamedTuple):
@@ -114,10 +128,9 @@ def measure(programs: str, names: list[str] | None = None) -> list[Kernel | dict
   """
   with tempfile.TemporaryDirectory(prefix="attn_core_static_") as folder:
     root = pathlib.Path(_installed("ptxas")).parent
-    # Mosaic GPU looks for ptxas in PATH, and for libdevice in cuda_sdk_lib of the current folder.
-    os.symlink(root.parent, pathlib.Path(folder) / "cuda_sdk_lib")
+    _link_toolkit(root, pathlib.Path(folder))
     environment = {
-        **os.environ, **DUMP, "JAX_PLATFORMS": "cpu",
+        **os.environ, **DUMP, KEPT: folder, "JAX_PLATFORMS": "cpu",
         "PATH": os.pathsep.join((str(root), os.environ["PATH"])),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     child = subprocess.run(
@@ -129,6 +142,21 @@ def measure(programs: str, names: list[str] | None = None) -> list[Kernel | dict
                        f"{child.stderr.strip()[-1000:]}")
   found = [json.loads(line) for line in child.stdout.splitlines()]
   return [x if "error" in x else Kernel(**x) for x in found]
+
+
+def _link_toolkit(tools: pathlib.Path, folder: pathlib.Path) -> None:
+  """Makes cuda_sdk_lib in a folder: the toolkit around the folder `tools`, with ASSEMBLER in it.
+
+  Mosaic GPU looks there for ptxas and libdevice, if it is the current folder, and in PATH.
+  """
+  toolkit = folder / "cuda_sdk_lib"
+  (toolkit / "bin").mkdir(parents=True)
+  for found in (*tools.parent.iterdir(), *tools.iterdir()):
+    if found != tools and found.name != "ptxas":
+      (toolkit / found.relative_to(tools.parent)).symlink_to(found)
+  assembler = toolkit / "bin" / "ptxas"
+  assembler.write_text(ASSEMBLER % {"ptxas": _installed("ptxas")}, encoding="utf-8")
+  assembler.chmod(0o755)
 
 
 def _measure_here(programs: str, names: list[str]) -> Iterator[dict[str, Any]]:
@@ -211,7 +239,8 @@ def _assemble(ptx: str, shared_memory: int) -> tuple[Any, ...]:
     source, binary = (str(pathlib.Path(folder) / name) for name in ("kernel.ptx", "kernel.cubin"))
     pathlib.Path(source).write_text(ptx, encoding="utf-8")
     target = _first(re.compile(r"^\.target (\w+)", re.M), ptx)
-    log = _run([_installed("ptxas"), f"-arch={target}", "-v", source, "-o", binary])
+    log, binary = _kept(ptx) or (
+        _run([_installed("ptxas"), f"-arch={target}", "-v", source, "-o", binary]), binary)
     code = _run([_installed("nvdisasm"), "-ndf", "-c", binary])
   number = lambda pattern: int(found.group(1)) if (found := re.search(pattern, log)) else 0
   name = _first(re.compile(r"\.entry (\w+)"), ptx)
@@ -219,6 +248,15 @@ def _assemble(ptx: str, shared_memory: int) -> tuple[Any, ...]:
   return (name, number(r"Used (\d+) registers"), spills,
           shared_memory + number(r"(\d+) bytes smem"), "serialized" in log, counts(code),
           product_loops(code), int(_first(re.compile(r"^\.maxntid (\d+)", re.M), ptx)), code)
+
+
+def _kept(ptx: str) -> tuple[str, str] | None:
+  """Returns (log, path of the machine code) of a kernel that ASSEMBLER made; None: not this one."""
+  for log in pathlib.Path(os.environ.get(KEPT, os.curdir)).glob("*/log"):
+    source, binary = (log.with_name(f"kernel.{kind}") for kind in ("ptx", "cubin"))
+    if binary.exists() and ptx.strip() in source.read_text(encoding="utf-8"):
+      return log.read_text(encoding="utf-8"), str(binary)
+  return None
 
 
 def _first(pattern: re.Pattern[str], text: str, group: int = 1) -> str:
