@@ -7,7 +7,8 @@ of virtual devices, when they are imported; `loaded` starts them. Modules listed
 are divided into pieces, each of which runs every n-th test. Without patterns the tests that
 `sampling` tags as slow are left out; `--slow` runs them too, and `--slow --rotation K/N` the K-th
 of N parts of them. A module given by name runs whole, except for slow cases. `--short` leaves out
-what sampling.SHARDS lists, and of most of sampling.LONG all but one test of each class. All
+what sampling.SHARDS lists, and of most other modules all but one test of each class. `--again`, for
+a second run with other versions of Python and JAX, leaves out what they cannot change. All
 processes share a cache of compiled programs, which is removed at the end. A piece prints one line
 when it is done, and its whole output if a test failed, else the lines that begin with MARK. The
 last line is `N passed, M failed, K skipped`; the exit status is 0 only if tests ran and none
@@ -65,15 +66,17 @@ class Outcome(NamedTuple):
   output: str  # standard output and error together
 
 
-def pieces_of(patterns: list[str], short: bool = False) -> list[Piece]:
+def pieces_of(patterns: list[str], short: bool = False, again: bool = False) -> list[Piece]:
   """The pieces of all modules matching any pattern ("rope", "rope_test", "ro*"); none: all.
 
   Args:
     patterns: names of modules, or patterns of them.
-    short: leave out the modules of sampling.SHARDS, and most tests of those of sampling.LONG.
+    short: leave out the modules of sampling.SHARDS, and most tests of others but sampling.READERS.
+    again: leave out the modules of sampling.ONCE.
   """
   found = sorted(path.stem for path in FOLDER.glob("*_test.py")
-                 if not (short and path.stem in sampling.SHARDS))
+                 if not (short and path.stem in sampling.SHARDS
+                         or again and path.stem in sampling.ONCE))
   first = (*sampling.SHARDS, *sampling.LONG)
   modules = [name for name in first if name in found]
   modules += [name for name in found if name not in first]
@@ -82,7 +85,7 @@ def pieces_of(patterns: list[str], short: bool = False) -> list[Piece]:
       raise SystemExit(f"no test module matches {pattern!r}; there are: {', '.join(found)}")
   if patterns:
     modules = [name for name in modules if any(matches(name, p) for p in patterns)]
-  few = {*sampling.LONG} - {*sampling.READERS} if short else ()
+  few = {*modules} - {*sampling.READERS} if short else ()
   return [Piece(name, index, sampling.SHARDS.get(name, 1), name in few)
           for name in modules for index in range(sampling.SHARDS.get(name, 1))]
 
@@ -120,13 +123,14 @@ def count(output: str) -> dict[str, int]:
 class Starters:
   """Processes of `loaded`, which start all others; made when needed, ended with the context."""
 
-  def __init__(self, compiled: str, rotation: sampling.Rotation | None):
+  def __init__(self, compiled: str, rotation: sampling.Rotation | None, again: bool = False):
     """Prepares the environment of all pieces.
 
     Args:
       compiled: folder for what JAX compiles; one that the environment names is used instead, and
         outlives this program.
       rotation: which slow tests run; None: none.
+      again: leave out what other versions of packages cannot change.
     """
     self._folder = pathlib.Path(compiled)
     self._environment = {"JAX_COMPILATION_CACHE_DIR": compiled,
@@ -134,7 +138,8 @@ class Starters:
                          "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
                          # Filtering costs milliseconds an error, and tests raise thousands.
                          "JAX_TRACEBACK_FILTERING": "off", **os.environ,
-                         sampling.VARIABLE: "" if rotation is None else str(rotation)}
+                         sampling.VARIABLE: "" if rotation is None else str(rotation),
+                         sampling.AGAIN: "1" if again else ""}
     self._environment.pop("XML_OUTPUT_FILE", None)  # Bazel's, for the results of one module
     self._idle: queue.SimpleQueue[subprocess.Popen] = queue.SimpleQueue()
 
@@ -195,20 +200,22 @@ def main() -> int:
   parser.add_argument("patterns", nargs="*", help="modules to run, such as rope or 'masks_*'")
   parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
   parser.add_argument("--short", action="store_true", help="leave out what is long, for Bazel")
+  parser.add_argument("--again", action="store_true", help="leave out what versions do not change")
   parser.add_argument("--list", action="store_true", help="only list what would run")
   parser.add_argument("--slow", action="store_true", help="run the slow tests too: hours")
   parser.add_argument("--rotation", metavar="K/N", type=sampling.rotation_of,
                       default=sampling.Rotation(0, 1), help="only a part of the slow tests")
   arguments = parser.parse_args()
   rotation = arguments.rotation if arguments.slow else None
-  pieces = pieces_of(arguments.patterns, arguments.short)
+  pieces = pieces_of(arguments.patterns, arguments.short, arguments.again)
   if arguments.list:
     print(*pieces, sep="\n")
     return 0
 
   start = time.monotonic()
   outcomes = {}
-  with (tempfile.TemporaryDirectory() as compiled, Starters(compiled, rotation) as starters,
+  with (tempfile.TemporaryDirectory() as compiled,
+        Starters(compiled, rotation, arguments.again) as starters,
         concurrent.futures.ThreadPoolExecutor(max(1, arguments.jobs)) as executor):
     futures = {executor.submit(run, piece, starters, bool(arguments.patterns)): piece
                for piece in pieces}

@@ -112,9 +112,19 @@ LONG = ("static_tpu_test", "gpu_paged_test", "page_reading_test", "tpu_memory_te
         "paged_transformation_test", "gpu_odd_lengths_test", "import_graph_test", "render_test",
         "odd_lengths_test", "typing_test", "loss_scaling_test", "tpu_versions_test")
 
-# Those of LONG that read files of the checkout, which Bazel has to know. Of the others `--short`
-# runs one test of each class: README.md's command runs all of them with the same packages.
-READERS = ("static_tpu_test", "import_graph_test", "render_test", "typing_test")
+# Modules that read files of the checkout, which Bazel has to know. Of the others `--short` runs one
+# test of each class: README.md's command runs all of them with the same packages.
+READERS = ("adapters_recipes_test", "config_test", "doctest_test", "english_test",
+           "equivalents_test", "gpu_faults_test", "import_graph_test", "mesh_test",
+           "notebooks_test", "packaging_test", "parity_test", "pictures_test", "readme_test",
+           "render_test", "sampling_test", "serve_soak_test", "site_test", "spelling_test",
+           "static_tpu_test", "support_matrix_test", "tpu_suite_test", "typing_test")
+
+# Modules about texts and the structure of the library, which no version of Python or JAX changes:
+# a run with other versions leaves them out by `--again`, and of documents_test the pages that need
+# no package besides JAX, except README.md.
+ONCE = ("english_test", "import_graph_test", "parity_test", "pictures_test", "readme_test",
+        "spelling_test")
 
 # Modules whose programs emulate kernels of other chips, are only traced and lowered, show how the
 # library is used, or shard over emulated devices, each of which runs what the modules of one device
@@ -130,21 +140,24 @@ if jax.__version_info__ < (0, 11):
   LEAST["xla_cpu_use_fusion_emitters"] = False  # see `optimize_least`
 
 # Modules that test what surrounds the kernels: which arguments mean the same, where arrays are kept
-# and sent, what is exported and how others call it; or random calls by all of them. The kernels
-# that they run are those of properties_test, short_test, decode_test, paged_meaning_test and
-# others, which XLA optimizes.
-OF_MEANING = ("adapters*test", "arguments_test", "bad_input_test", "batch_dimensions_test",
-              "caches_sharding_test", "caches_test", "calls_test", "collectives_test",
-              "decode_score_mods_test", "distributed_test", "doctest_test", "easydel_*test",
-              "examples_test", "explain_test", "explicit_*test", "export_test", "latent_shard_test",
+# and sent, what is exported and how others call it; or random calls by all of them; or variations,
+# such as score mods, of calls that properties_test has too. The kernels that they run are those of
+# properties_test, short_test, decode_test, paged_meaning_test and others, which XLA optimizes: on
+# jax 0.10 that takes four times as long.
+OF_MEANING = ("adapters*test", "approved_test", "arguments_test", "bad_input_test",
+              "batch_dimensions_test", "caches_attention_test", "caches_sharding_test",
+              "caches_test", "calls_test", "collectives_test", "decode_score_mods_test",
+              "distributed_test", "doctest_test", "dropout_test", "easydel_*test", "examples_test",
+              "explain_test", "explicit_*test", "export_test", "latent_shard_test",
               "manual_axes_test", "masks_*test", "no_silent_arguments_test", "page_drafts_test",
               "page_layouts_test", "page_prefixes_test", "page_reading_test", "page_stripes_test",
               "paged_score_mods_test", "paged_shard_test", "pages_test", "refusals_test",
-              "ring_mesh_test", "ring_split_test", "shard_test", "table_refusals_test",
-              "whole_calls_test")
+              "ring_mesh_test", "ring_split_test", "score_mods_attention_test", "selected_test",
+              "shard_test", "table_refusals_test", "whole_calls_test")
 
 VARIABLE = "ATTN_CORE_SLOW"  # "K/N" in the environment: the slow tests of this rotation run
 FEW = "ATTN_CORE_FEW"  # in the environment: one test of each class runs
+AGAIN = "ATTN_CORE_AGAIN"  # in the environment: what README.md's command ran is not run again
 SKIPPED = "slow: `python3 -m attn_core_test --slow` runs it"
 
 

@@ -62,11 +62,13 @@ class SamplingTest(parameterized.TestCase):
       self.assertTrue(any(suite.matches(name, pattern) for name in modules), pattern)
     self.assertContainsSubset((*sampling.SHARDS, *sampling.LONG), modules)
     self.assertEqual({piece.module for piece in suite.pieces_of([])}, set(modules))
-    self.assertContainsSubset(sampling.READERS, sampling.LONG)
+    self.assertContainsSubset({*sampling.READERS, *sampling.ONCE}, modules)
+    self.assertEqual({piece.module for piece in suite.pieces_of([], again=True)},
+                     set(modules) - set(sampling.ONCE))
     short = suite.pieces_of([], short=True)
     self.assertEqual({piece.module for piece in short}, set(modules) - set(sampling.SHARDS))
     self.assertEqual({piece.module for piece in short if piece.few},
-                     set(sampling.LONG) - set(sampling.READERS))
+                     set(modules) - {*sampling.SHARDS, *sampling.READERS})
 
   def test_one_test_of_each_class(self):
     self.enter_context(mock.patch.dict("os.environ", {sampling.FEW: "1"}))
