@@ -56,6 +56,8 @@ def seen_by(indices, block_q, block_kv, shape):
 
 BLOCKS, WIDE = lists(7, B, K, 6, 3), lists(4, 1, 1, 3, 2, seed=1)
 KEYS, BY_HEAD = lists(S, B, T, 6, seed=2), lists(S, 1, H, T, 5, seed=3)
+# In the second row of the batch, 8 neighbors list the same keys.
+AGREEING = np.stack([KEYS[0], np.repeat(KEYS[1, ::8], 8, 0)[:T]])
 SHAPE = (B, H, T, S)
 CAUSAL = np.arange(S) <= np.arange(T)[:, None] + S - T
 IDS = (np.arange(T) // 9)[None].astype(np.int32), (np.arange(S) // 11)[None].astype(np.int32)
@@ -168,11 +170,14 @@ class MeaningTest(parameterized.TestCase):
   @parameterized.named_parameters(
       ("blocks", masks.selected_blocks(BLOCKS, 4, 4) & masks.custom(
           lambda b, h, q, k: (b + h + q + k) % 3 > 0), {}),
-      ("keys", masks.selected_keys(KEYS), dict(
+      ("keys", masks.selected_keys(AGREEING), dict(
           mask_info=MaskInfo.from_segments(*IDS), logits_soft_cap=2.0, dropout_prob=0.25,
           dropout_rng=jax.random.key(3), deterministic=False)))
   def test_unions_of_lists_equal_gathered_ones(self, mask, extras):
-    """A tile, and a chunk of keys, that are and are not shorter than the arrays."""
+    """A tile, and a chunk of keys, that are and are not shorter than the arrays.
+
+    Neighbors that agree gather few keys, others slice most of a chunk.
+    """
     def gradients(*sizes):
       def loss(*arrays):
         out, lse = call("blockwise", mask, **extras)(*arrays)
@@ -199,8 +204,10 @@ class MeaningTest(parameterized.TestCase):
     self.assertFalse(chosen(512, 512, 2, 2, 31))
     self.assertFalse(chosen(512, 512, 4, 2, 32))
     self.assertTrue(chosen(512, 512, 4, 2, 64))
-    self.assertTrue(chosen(512, 512, 4, 2, 4, 8, 16))
-    self.assertFalse(chosen(512, 512, 6, 2, 4, 8, 16))
+    self.assertFalse(chosen(512, 512, 10, 2, 64))
+    self.assertTrue(chosen(512, 512, 10, 2, 128))
+    self.assertTrue(chosen(512, 512, 4, 2, 8, 8, 16))
+    self.assertFalse(chosen(512, 512, 6, 2, 8, 8, 16))
 
   @parameterized.parameters("float16", "bfloat16")
   def test_16_bits(self, dtype):

@@ -17,9 +17,9 @@ from attn_core.kernels.common.backward import finite_lse
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import cpu_math, tile_ops
 from attn_core.kernels.xla.selected_steps import (
-    Head, Inputs, Rows, Sums, cotangents_of, dropped, head_of, head_rows, keys_and_values, keys_of,
-    masked, over_heads, product, reading_listed, row_sinks, rows_of, scattered, scores_of,
-    weights_of, write, write_head, write_keys)
+    Head, Inputs, Rows, Sums, add_blocks, cotangents_of, dropped, head_of, head_rows,
+    keys_and_values, keys_of, masked, over_heads, product, reading_listed, row_sinks, rows_of,
+    scores_of, weights_of, write, write_head, write_keys)
 from attn_core.masks import dropout
 from attn_core.types import value_width
 
@@ -80,14 +80,16 @@ def backward(inputs: Inputs, rows: Rows, results: Sums) -> Sums:
       d_query = write(inputs, sums.query, n, product("bnr,bnd->brd", d_scores, key, inputs))
       d_key = product("bnr,brd->bnd", d_scores, queries, inputs)
       d_value = product("bnr,bre->bne", weights, d_rows, inputs) * kept
+      scattered = lambda x, found: add_blocks(
+          x, keys.blocks.reshape(-1), found.reshape(-1, x.shape[1]), inputs.lists.block_kv)
       if latent is not None:  # values are a part of the keys
         d_key = d_key + dense_operands.pad_axis(d_value, 2, d_key.shape[2] - latent)
-        return Sums(d_query, scattered(sums.key, keys, d_key), sums.value)
-      return Sums(d_query, scattered(sums.key, keys, d_key),
-                  scattered(sums.value, keys, d_value))
+        return Sums(d_query, scattered(sums.key, d_key), sums.value)
+      return Sums(d_query, scattered(sums.key, d_key), scattered(sums.value, d_value))
 
+    key_shapes = ((x.shape[0] * x.shape[1], x.shape[2]) for x in (head.key, head.value))
     sums = tile_ops.loop(0, inputs.num_steps, step, Sums(*(
-        jnp.zeros(x.shape, inputs.dtype) for x in (head.query, head.key, head.value))))
+        jnp.zeros(shape, inputs.dtype) for shape in (head.query.shape, *key_shapes))))
     # Queries are scaled already, and so is the cotangent of a key.
     d_query = sums.query * jnp.asarray(inputs.spec.softmax_scale, inputs.dtype)
     return Sums(write_head(inputs, results.query, head, d_query),

@@ -21,6 +21,7 @@ from attn_core.types import (AttentionSpec, Operands, are_known, at_least_float3
 
 Results = TypeVar("Results")  # a pytree of arrays
 GATHERED = 2**21  # numbers of the keys and values of a step
+TABLE = 8  # blocks for each listed one, of a table that XLA:CPU makes faster than it sorts a list
 
 
 class Inputs(NamedTuple):
@@ -160,11 +161,10 @@ def write_head(inputs: Inputs, x: jax.Array, head: Head, rows: jax.Array) -> jax
                            (head.batch, 0, head.key_head * inputs.group, 0))
 
 
-def write_keys(x: jax.Array, head: Head, blocks: jax.Array) -> jax.Array:
-  """Writes key blocks [num_key_blocks + 1, block_kv, width] into x [B, S, K, width]."""
-  count, block_kv, width = blocks.shape
-  rows = blocks.reshape(count * block_kv, width)[None, :x.shape[1], None]
-  return tile_ops.write_at(x, rows.astype(x.dtype), (head.batch, 0, head.key_head, 0))
+def write_keys(x: jax.Array, head: Head, keys: jax.Array) -> jax.Array:
+  """Writes keys [num_keys of all blocks and more, width] into x [B, S, K, width]."""
+  rows = keys[None, :x.shape[1], None].astype(x.dtype)
+  return tile_ops.write_at(x, rows, (head.batch, 0, head.key_head, 0))
 
 
 def rows_of(inputs: Inputs, x: jax.Array, n: jax.Array) -> jax.Array:
@@ -201,7 +201,6 @@ def keys_of(inputs: Inputs, head: Head, n: jax.Array, *, transposed: bool = Fals
     transposed: whether that is for scores [num_blocks, n, block_rows].
   """
   lists, mask, spec = inputs.lists, inputs.operands.mask, inputs.spec
-  count = jnp.int32(cdiv(inputs.operands.key.shape[1], lists.block_kv))
   blocks = (jnp.asarray(n, jnp.int32) * inputs.num_blocks
             + jnp.arange(inputs.num_blocks, dtype=jnp.int32))
   query = blocks[:, None] * inputs.block_q + jnp.arange(inputs.block_q, dtype=jnp.int32)[None]
@@ -210,9 +209,7 @@ def keys_of(inputs: Inputs, head: Head, n: jax.Array, *, transposed: bool = Fals
   at_row = lambda x: x[head.batch if x.shape[0] > 1 else 0]
   batch = head.batch if mask.batch_index is None else at_row(mask.batch_index)
   start = jnp.int32(0) if mask.head_offset is None else at_row(mask.head_offset)
-  found = jnp.sort(lists.blocks_of(batch, first + start, query[:, 0]), axis=-1)
-  repeated = jnp.pad(found[:, 1:] == found[:, :-1], ((0, 0), (1, 0)))
-  found = jnp.where(repeated | (found < 0) | (found >= count), count, found)
+  found = _once(lists.blocks_of(batch, first + start, query[:, 0]), head.key.shape[0] - 1)
   key = (found[..., None] * lists.block_kv
          + jnp.arange(lists.block_kv, dtype=jnp.int32)[None, None])
   key = key.reshape(inputs.num_blocks, 1, 1, -1)
@@ -229,6 +226,33 @@ def keys_of(inputs: Inputs, head: Head, n: jax.Array, *, transposed: bool = Fals
     return Keys(found, seen, keep)
   four = lambda x: x.reshape((1,) * (4 - x.ndim) + x.shape).transpose(0, 3, 1, 2)
   return Keys(found, four(seen), None if keep is None else four(keep))
+
+
+def _once(blocks: jax.Array, count: int) -> jax.Array:
+  """Returns lists of blocks [num_blocks, k] that name no block twice, in any order.
+
+  Args:
+    blocks: numbers; those that are none, and repeated ones, become `count`.
+    count: number of all blocks.
+  """
+  named = jnp.where((blocks < 0) | (blocks >= count), jnp.int32(count), blocks)
+
+  def by_order(named: jax.Array) -> jax.Array:
+    ascending = jnp.sort(named, axis=-1)
+    repeated = jnp.pad(ascending[:, 1:] == ascending[:, :-1], ((0, 0), (1, 0)))
+    return jnp.where(repeated, count, ascending)
+
+  def by_table(named: jax.Array) -> jax.Array:
+    rows, length = named.shape
+    place = jnp.arange(rows, dtype=jnp.int32)[:, None] * (count + 1) + named
+    number = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), named.shape)
+    last = jnp.zeros(rows * (count + 1), jnp.int32).at[place.reshape(-1)].max(
+        number.reshape(-1), mode="promise_in_bounds")
+    return jnp.where(last.at[place].get(mode="promise_in_bounds") == number, named, count)
+
+  if count > TABLE * blocks.shape[1]:
+    return by_order(named)
+  return lax.platform_dependent(named, cpu=by_table, default=by_order)
 
 
 def sliced(mask: mask_lib.Mask, batch: jax.Array, at: mask_lib.Coordinates,
@@ -284,10 +308,16 @@ def reading_listed(inputs: Inputs) -> Inputs:
   return inputs._replace(reads_listed=few and lists.block_kv == 1)
 
 
-def scattered(blocks: jax.Array, keys: Keys, found: jax.Array) -> jax.Array:
-  """Adds [num_blocks, n, width] to the blocks that `gathered` reads."""
-  parts = found.reshape(*keys.blocks.shape, *blocks.shape[1:])
-  return blocks.at[keys.blocks].add(parts, mode="promise_in_bounds")
+def add_blocks(x: jax.Array, blocks: jax.Array, found: jax.Array, block_kv: int) -> jax.Array:
+  """Adds [len(blocks) * block_kv, width] to some blocks of x [keys, width].
+
+  Arrays of single rows have two axes: XLA:CPU copies what is added if they have more.
+  """
+  if block_kv == 1:
+    return x.at[blocks].add(found, mode="promise_in_bounds")
+  parts = found.reshape(len(blocks), block_kv, -1)
+  return x.reshape(-1, block_kv, x.shape[1]).at[blocks].add(
+      parts, mode="promise_in_bounds").reshape(x.shape)
 
 
 def product(formula: str, left: jax.Array, right: jax.Array, inputs: Inputs) -> jax.Array:

@@ -26,15 +26,16 @@ from attn_core.kernels.common import nonfinite, online_softmax
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import cpu_math, tile_ops, tiling
 from attn_core.kernels.xla.selected_steps import (
-    Inputs, Results, Rows, Sums, cotangents_of, dropped, masked, product, scores_of, sliced)
+    Inputs, Results, Rows, Sums, add_blocks, cotangents_of, dropped, masked, product, scores_of,
+    sliced)
 from attn_core.masks import block_map, dropout, mask as mask_lib, tile as tile_lib
 from attn_core.types import cdiv
 
 # By the processor's time on XLA:CPU (attn_core_test/results/score_mods_notes.md).
 MOST_ROWS = 16  # that a list serves; more are multiplied by gathered keys as matrices
-# Of all keys, that a list names: of a list for one row, and for several. Measured with random lists
-# below the diagonal; where neighbors agree, shorter ones would gain, too.
-LEAST_SHARE_ONE, LEAST_SHARE = 1 / 16, 1 / 8
+# The least share of all keys that a list names, for lists that serve at most so many rows. Measured
+# with random lists below the diagonal; where neighbors agree, shorter ones would gain, too.
+LEAST_SHARES = ((1, 1 / 16), (4, 1 / 8), (MOST_ROWS, 1 / 4))
 TILE = 128  # queries of a step
 CHUNK = 256  # keys of a step
 WHOLE = 2 / 3  # of the blocks of a chunk: if as many are listed, all are taken
@@ -72,13 +73,15 @@ class Chunk(NamedTuple):
 def is_faster(inputs: Inputs) -> bool:
   """Whether dense products of a union take less time than gathering each list.
 
-  Latent rows, which are key and value of all heads, are gathered.
+  Latent rows, key and value of all heads, are gathered. Measured on CPUs only. Other platforms
+  follow the same rule: products are what they do best, gathering a row for each query worst.
   """
   if inputs.spec.latent_width is not None:
     return False
   lists, keys = inputs.lists, inputs.operands.key.shape[1]
   listed, rows = lists.indices.shape[-1] * lists.block_kv, lists.block_q * inputs.group
-  return rows <= MOST_ROWS and listed >= keys * (LEAST_SHARE_ONE if rows == 1 else LEAST_SHARE)
+  return rows <= MOST_ROWS and listed >= keys * next(
+      share for most, share in LEAST_SHARES if rows <= most)
 
 
 def num_queries(inputs: Inputs) -> int:
@@ -263,7 +266,7 @@ def _chunk_blocks(inputs: Inputs) -> int:
 
 
 def _possible(inputs: Inputs) -> jax.Array:
-  """Returns bool [B or 1, steps of heads or 1, tiles, chunks]: what the rest of the mask may show."""
+  """Returns bool [B or 1, heads / step or 1, tiles, chunks]: what the rest of the mask may show."""
   chunk = _chunk_blocks(inputs) * inputs.lists.block_kv
   kinds = block_map.block_kinds(inputs.rest, block_map.Sizes(
       inputs.operands.query.shape[1], inputs.operands.key.shape[1], TILE, chunk))
@@ -393,7 +396,5 @@ def _taken(inputs: Inputs, arrays: tuple[jax.Array, ...], blocks: jax.Array,
 
 def _scattered(inputs: Inputs, x: jax.Array, chunk: Chunk, found: jax.Array) -> jax.Array:
   """Adds [heads, n, width] to the keys of a chunk, of x shaped like `Group.key`."""
-  block_kv = inputs.lists.block_kv
-  parts = found.swapaxes(0, 1).reshape(-1, block_kv, x.shape[1])
-  return x.reshape(-1, block_kv, x.shape[1]).at[chunk.blocks].add(
-      parts, mode="promise_in_bounds", indices_are_sorted=True).reshape(x.shape)
+  rows = found.swapaxes(0, 1).reshape(-1, x.shape[1])
+  return add_blocks(x, chunk.blocks, rows, inputs.lists.block_kv)
