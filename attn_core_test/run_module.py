@@ -27,6 +27,7 @@ def main(module: str) -> None:
     sampling.optimize_least()
   else:
     small_programs.compile_quickly()
+  small_programs.keep_quickly()
   gc.set_threshold(50_000, 20, 50)  # tracing makes many objects, few of which are in cycles
   runpy.run_module(f"attn_core_test.{module}", run_name="__main__", alter_sys=True)
 

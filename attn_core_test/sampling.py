@@ -146,14 +146,15 @@ if jax.__version_info__ < (0, 11):
 # jax 0.10 that takes four times as long.
 OF_MEANING = ("adapters*test", "approved_test", "arguments_test", "bad_input_test",
               "batch_dimensions_test", "caches_attention_test", "caches_sharding_test",
-              "caches_test", "calls_test", "collectives_test", "decode_score_mods_test",
-              "distributed_test", "doctest_test", "dropout_test", "easydel_*test", "examples_test",
-              "explain_test", "explicit_*test", "export_test", "latent_shard_test",
-              "manual_axes_test", "masks_*test", "no_silent_arguments_test", "page_drafts_test",
-              "page_layouts_test", "page_prefixes_test", "page_reading_test", "page_stripes_test",
-              "paged_score_mods_test", "paged_shard_test", "pages_test", "refusals_test",
-              "ring_mesh_test", "ring_split_test", "score_mods_attention_test", "selected_test",
-              "shard_test", "table_refusals_test", "whole_calls_test")
+              "caches_test", "calls_test", "collectives_test", "cudnn_test",
+              "decode_score_mods_test", "distributed_test", "doctest_test", "dropout_test",
+              "easydel_*test", "examples_test", "explain_test", "explicit_*test", "export_test",
+              "latent_shard_test", "manual_axes_test", "masks_*test", "no_silent_arguments_test",
+              "page_drafts_test", "page_layouts_test", "page_prefixes_test", "page_reading_test",
+              "page_stripes_test", "paged_score_mods_test", "paged_shard_test", "pages_test",
+              "partials_test", "refusals_test", "ring_mesh_test", "ring_split_test",
+              "score_mods_attention_test", "selected_test", "shard_test", "table_refusals_test",
+              "whole_calls_test")
 
 VARIABLE = "ATTN_CORE_SLOW"  # "K/N" in the environment: the slow tests of this rotation run
 FEW = "ATTN_CORE_FEW"  # in the environment: one test of each class runs

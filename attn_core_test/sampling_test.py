@@ -12,7 +12,7 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
-from jax._src import compiler
+from jax._src import compilation_cache, compiler
 import jax.numpy as jnp
 import numpy as np
 
@@ -101,6 +101,15 @@ class SmallProgramsTest(parameterized.TestCase):
     np.testing.assert_array_equal(found, [15, 1])
     older = jax.__version_info__ < (0, 11)
     self.assertEqual(made[-2:], [list(sampling.LEAST.items()) if older else [], []])
+
+  def test_what_is_kept_can_be_read(self):
+    kept = compilation_cache.compress_executable
+    self.enter_context(mock.patch.object(compilation_cache, "compress_executable", kept))
+    small_programs.keep_quickly()
+    data = b"program" * 100
+    found = compilation_cache.compress_executable(data)
+    self.assertLess(len(found), len(data))
+    self.assertEqual(compilation_cache.decompress_executable(found), data)
 
 
 class StartersTest(absltest.TestCase):
