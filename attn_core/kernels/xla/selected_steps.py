@@ -209,7 +209,8 @@ def keys_of(inputs: Inputs, head: Head, n: jax.Array, *, transposed: bool = Fals
   at_row = lambda x: x[head.batch if x.shape[0] > 1 else 0]
   batch = head.batch if mask.batch_index is None else at_row(mask.batch_index)
   start = jnp.int32(0) if mask.head_offset is None else at_row(mask.head_offset)
-  found = _once(lists.blocks_of(batch, first + start, query[:, 0]), head.key.shape[0] - 1)
+  found = _once(jnp.asarray(lists.blocks_of(batch, first + start, query[:, 0])),
+                head.key.shape[0] - 1)
   key = (found[..., None] * lists.block_kv
          + jnp.arange(lists.block_kv, dtype=jnp.int32)[None, None])
   key = key.reshape(inputs.num_blocks, 1, 1, -1)

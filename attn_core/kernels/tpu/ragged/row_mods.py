@@ -15,11 +15,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from attn_core.kernels.common import dense_operands
-from attn_core.kernels.tpu.ragged import common
 from attn_core.kernels.tpu.ragged.common import (
     Index, KernelRefs, StepShape, TileIndex, TilePart)
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, SUBLANES
-from attn_core.kernels.tpu.ragged import mod_lines
+from attn_core.kernels.tpu.ragged import mod_lines, visibility
 from attn_core.kernels.tpu.ragged.mod_form import (FIXED, KEYS, LINES, PAIRS, STEP, ModArray,
                                                    ModForm, ModInputs)
 from attn_core.masks.mask import Coordinates
@@ -159,7 +158,7 @@ def _positions_in_request(k: KernelRefs, tile: TileIndex, axis: int) -> dict[str
   size, other = k.shape.layout.block_kv, 1 - axis
   key = tile.block * size + lax.broadcasted_iota(
       jnp.int32, (size, 1) if axis == 0 else (1, size), axis)
-  query = tile.step.query_begin + common.query_of(k, common.row_numbers(k, other))
+  query = tile.step.query_begin + visibility.query_of(k, visibility.row_numbers(k, other))
   return {"query_position": query, "key_position": key}
 
 

@@ -103,7 +103,7 @@ def _kind_at(right: int, shape: StepShape, part: TilePart, shift: int) -> int:
 
 
 class Kinds(NamedTuple):
-  """Which tiles of a running kernel are of a kind: int32, a bit for each tile."""
+  """Kinds of the tiles of a running kernel: int32, a bit for each tile."""
 
   hidden: jax.Array  # no query of the call sees any key of it
   shown: jax.Array  # all queries of the call see all keys of it, if there are any

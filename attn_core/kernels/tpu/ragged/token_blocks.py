@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from attn_core.caches.paged.layouts import Scope
-from attn_core.kernels.tpu.ragged import common, runs
+from attn_core.kernels.tpu.ragged import common, runs, visibility
 from attn_core.kernels.tpu.ragged.common import KernelRefs, Steps
 
 Ref = Any  # a Pallas reference
@@ -255,7 +255,7 @@ def load_rows(k: KernelRefs, t: TokenRefs, step: Steps, slot: Index) -> None:
       if k.shape.few_rows or not k.spec.keeps_infinite:
         x = common.infinite_to_nan(x)
       if not is_whole:
-        row = common.query_of(k, common.row_numbers(k, 0))
+        row = visibility.query_of(k, visibility.row_numbers(k, 0))
         is_live = (row >= run.row) & (row < run.row + run.count)
         x = jnp.where(is_live, x.astype(jnp.float32), 0)
       k.rows[0, group] = x.astype(k.rows.dtype)

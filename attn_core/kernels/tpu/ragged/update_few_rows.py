@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from attn_core.kernels.common import online_softmax
-from attn_core.kernels.tpu.ragged import common, row_mods
+from attn_core.kernels.tpu.ragged import common, row_mods, visibility
 from attn_core.kernels.tpu.ragged.common import Index, KernelRefs, TileIndex
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 
@@ -56,7 +56,7 @@ def update(k: KernelRefs, tile: TileIndex, start_some: StartSome | None = None) 
   # Scales of all keys and of all values multiply scores and outputs, which are fewer.
   block = tile.kv_block(k)._replace(tensor_scales=None)
   block.load_words()
-  visible: Callable[[Index], jax.Array] = functools.partial(common.visible, k, tile, axis=1)
+  visible: Callable[[Index], jax.Array] = functools.partial(visibility.visible, k, tile, axis=1)
   if not k.shape.mask_heads and k.shape.row_groups == 1:
     shared = visible(0)
     visible = lambda group: shared
@@ -128,7 +128,7 @@ def _is_finite(nonfinite: jax.Array) -> jax.Array:
 
 def _own_rows(k: KernelRefs, x: jax.Array, i: int) -> jax.Array:
   """Keeps the rows of head i of a group in x [group_rows, ...]; those of others become zeros."""
-  row, head_rows = common.row_numbers(k, 0), k.shape.head_rows
+  row, head_rows = visibility.row_numbers(k, 0), k.shape.head_rows
   return jnp.where((row >= i * head_rows) & (row < (i + 1) * head_rows), x,
                    jnp.zeros((), x.dtype))
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from attn_core.kernels.common import online_softmax
 from attn_core.kernels.common.online_softmax import Running
 from attn_core.kernels.tpu.flash.forward_step import NAIVE_TOTALS, TRACE
-from attn_core.kernels.tpu.ragged import common, row_mods, row_tiles
+from attn_core.kernels.tpu.ragged import common, row_mods, row_tiles, visibility
 from attn_core.kernels.tpu.ragged.common import Index, KernelRefs, TileIndex, TilePart
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 
@@ -222,9 +222,9 @@ def _folded(step: _Step, part: TilePart, scores: jax.Array, before: Running,
     weights = jnp.exp2((logits - before.m_i) * k.spec.unit)
     sees: jax.Array | bool = True
     if kind == row_tiles.PARTIAL:
-      visible = common.visible(k, step.tile, step.group, axis=0, part=piece)
+      visible = visibility.visible(k, step.tile, step.group, axis=0, part=piece)
       weights = jnp.where(visible, weights, 0.0)
-      sees = common.sees_any(k, step.tile, piece, visible)
+      sees = visibility.sees_any(k, step.tile, piece, visible)
     found.append(weights)
     trace = jnp.maximum(trace, jnp.where(sees, TRACE, 0.0))
   weights = jnp.concatenate(found, 0) if len(found) > 1 else found[0]
@@ -238,14 +238,14 @@ def _folded_safely(step: _Step, part: TilePart, before: Running, failed: jax.Arr
   The maximum is rounded up to a whole power of two, so that weights round in the same way.
   """
   unit = step.k.spec.unit
-  visible = common.visible(step.k, step.tile, step.group, axis=0, part=part)
+  visible = visibility.visible(step.k, step.tile, step.group, axis=0, part=part)
   logits = jnp.where(visible, _logits(step, part, _scores(step, part)), -jnp.inf)
   # A row without a key has no number yet.
   before = before._replace(m_i=jnp.where(failed & (before.l_i == 0), -jnp.inf, before.m_i))
   above = lambda x: jnp.where(failed, jnp.ceil(x * unit) * (1 / unit), before.m_i)
   after = online_softmax.update(before, logits, lambda x: _weigh(step, part, x),
                                 exp=lambda x: jnp.exp2(x * unit), above=above, axis=0)
-  sees = jnp.logical_not(failed) & common.sees_any(step.k, step.tile, part, visible)
+  sees = jnp.logical_not(failed) & visibility.sees_any(step.k, step.tile, part, visible)
   return after._replace(m_i=jnp.where(after.l_i == 0, 0.0, after.m_i),
                         l_i=after.l_i + jnp.where(sees, TRACE, 0.0))
 
