@@ -149,10 +149,12 @@ OF_MEANING = ("adapters*test", "approved_test", "arguments_test", "bad_input_tes
               "caches_test", "calls_test", "collectives_test", "cudnn_test",
               "decode_score_mods_test", "distributed_test", "doctest_test", "dropout_test",
               "easydel_*test", "examples_test", "explain_test", "explicit_*test", "export_test",
-              "latent_shard_test", "manual_axes_test", "masks_*test", "no_silent_arguments_test",
-              "page_drafts_test", "page_layouts_test", "page_prefixes_test", "page_reading_test",
-              "page_stripes_test", "paged_score_mods_test", "paged_shard_test", "pages_test",
-              "partials_test", "refusals_test", "ring_mesh_test", "ring_split_test",
+              "latent_pages_test", "latent_shard_test", "manual_axes_test", "masks_*test",
+              "no_silent_arguments_test", "nonfinite_padding_test", "page_drafts_test",
+              "page_layouts_test", "page_prefixes_test", "page_reading_test", "page_stripes_test",
+              "paged_few_queries_test", "paged_score_mods_test", "paged_shard_test",
+              "paged_transformation_test", "paged_widths_test", "pages_test", "partials_test",
+              "plan_test", "refusals_test", "ring_mesh_test", "ring_split_test",
               "score_mods_attention_test", "selected_test", "shard_test", "table_refusals_test",
               "whole_calls_test")
 
