@@ -111,7 +111,7 @@ class InterpretTest(parameterized.TestCase):
 
   def test_every_query_has_other_masks_and_biases(self):
     """Checks arrays with a number per query, in a loop over tiles of more keys than queries."""
-    self.enter_context(mock.patch.object(schedule, "MOST_PATTERNS", 0))
+    self.enter_context(mock.patch.object(patterns, "MOST_PATTERNS", 0))
     visible = np.random.default_rng(4).random((1, 2, 200, 1)) < 0.7
     self.compare(Case(
         dict(mask=visible, causal=False), masks.dense(visible), T=200, S=600, D=8,

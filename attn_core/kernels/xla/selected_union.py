@@ -56,7 +56,7 @@ class Union(NamedTuple):
   query: jax.Array  # int32 [queries]
   # uint8 [lists, key blocks and more], or transposed: which list of the tile names which block.
   table: jax.Array
-  blocks: jax.Array  # int32 [whole chunks], ascending: the union, and blocks that nobody lists
+  blocks: jax.Array  # int32 [whole chunks], ascending: the union, and blocks that no query lists
   num_chunks: jax.Array  # of the union
 
 
