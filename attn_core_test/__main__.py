@@ -242,6 +242,9 @@ def main() -> int:
   skipped = sum(outcome.skipped for outcome in outcomes.values())
   for piece in (piece for piece in pieces if outcomes[piece].failed):
     print(f"FAILED: {piece}")
+  if arguments.again:
+    print(f"left out, as after a run without --again: {', '.join(sampling.ONCE)}, and pages of "
+          "documents_test")
   if rotation is not None:
     print(f"slow tests: rotation {rotation}")
   elif not arguments.patterns:

@@ -217,7 +217,7 @@ class RefusalTest(parameterized.TestCase):
 
 
 class CompileTest(gpu_machine_code.CompileTestCase):
-  programs = {"backward_programs": None, "bias_programs": None}
+  programs = {"backward_programs": None, "bias_programs": None, "constant_copy_programs": None}
 
   @parameterized.named_parameters((name, name) for name in gpu_cases.compiled_backward())
   def test_machine_code(self, name):
@@ -237,6 +237,11 @@ class CompileTest(gpu_machine_code.CompileTestCase):
     cut = tiling.make_bias_tilings(Case(D=width).shapes)[name.endswith("keys")]
     self.check(kernel, gpu_machine_code.FLASH_REGISTERS, tiling.shared_memory_bias(cut))
     self.assertEqual([loop["products"] for loop in kernel.loops], [2 * width // 16])
+
+  def test_no_copy_apart_from_its_loop(self):
+    """CUDA's assembler 13.0 to 13.3 lost coordinates of others: a wrong d_query, or a fault."""
+    kernel = self.kernel_named("width_256", "backward_query")
+    self.assertEqual(kernel.counts["copies"], 4)  # queries, d_out, keys and values
 
   def products(self, cut):
     """Returns matrix products of the loops, sorted: each 16 long, 64 or the sums' width wide."""

@@ -542,13 +542,20 @@ def programs() -> dict[str, tuple[Any, tuple]]:
 @functools.cache
 def backward_programs() -> dict[str, tuple[Any, tuple]]:
   """Cotangents of queries, keys and values, by two kernels, for `benchmark.static.gpu`."""
-  def program(case):
-    shapes = case.shapes
-    residuals = case.residual_shapes
-    run = lambda *args: KERNEL.backward(
-        args[0], case.full_spec, case.blocks, *args[1:], ("query", "key", "value"))
-    return run, (shapes, residuals, residuals)
-  return {name: program(case) for name, case in compiled_backward().items()}
+  return {name: _backward_program(case) for name, case in compiled_backward().items()}
+
+
+def _backward_program(case: Case) -> tuple[Any, tuple]:
+  residuals = case.residual_shapes
+  run = lambda *args: KERNEL.backward(
+      args[0], case.full_spec, case.blocks, *args[1:], ("query", "key", "value"))
+  return run, (case.shapes, residuals, residuals)
+
+
+@functools.cache
+def constant_copy_programs() -> dict[str, tuple[Any, tuple]]:
+  """Backwards of one head, whose copies have constant coordinates."""
+  return {name: _backward_program(GRADIENTS[name]) for name in ("width_256",)}
 
 
 @functools.cache

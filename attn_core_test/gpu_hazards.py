@@ -4,17 +4,19 @@
 
 A product (HGMMA) goes on while its warpgroup executes what follows: until the warpgroup has waited
 for it, no instruction may read or write the registers it adds to or reads. A warpgroup that changed
-its number of registers (USETMAXREG) has no others.
+its number of registers (USETMAXREG) has no others. A copy to shared memory (UTMALDG) reads its
+address and coordinates from registers that were set for it.
 """
 
 import re
-from typing import Iterator, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
 REGISTER = re.compile(r"(?<![A-Z])R(\d+)(\.64)?")
 PRODUCT = re.compile(r"[HQI]GMMA(?:\.SP)?\.64x(\d+)x\d+\.(F32|S32|F16)")
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb\d+, 0x([0-9a-f]+)")
 LIMIT = re.compile(r"USETMAXREG\.(DEALLOC|TRY_ALLOC)\S* .*0x([0-9a-f]+)")
 OPERAND_REGISTERS = 4  # of the left operand of a product
+COPY = re.compile(r"UTMALDG\.(\d)D\S* \[UR(\d+)\]")
 _LABEL = re.compile(r"(\.L\w+):")
 _INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([^;]+?)\s*;")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
@@ -30,6 +32,7 @@ class Instruction(NamedTuple):
   text: str
   conditional: bool
   targets: tuple[int, ...]  # places of the labels that it names
+  predicate: str = ""  # such as !UP0; empty: none
 
 
 # (register, whether a running product adds to it, else reads it) -> the least number of groups that
@@ -47,7 +50,7 @@ def parse(code: str) -> list[Instruction]:
     elif instruction := _INSTRUCTION.match(line):
       found.append(instruction.groups())
   return [Instruction(text, predicate not in (None, "PT", "UPT"),
-                      tuple(labels[x] for x in _TARGET.findall(text)))
+                      tuple(labels[x] for x in _TARGET.findall(text)), predicate or "")
           for predicate, text in found]
 
 
@@ -64,12 +67,13 @@ def faults(code: str, registers: int, threads: int) -> list[str]:
     return ["no code that ends"]
   unknown = [f"a jump to any place: {x.text}" for x in instructions
              if x.text.startswith(("BRX", "JMX", "CALL", "RET"))]
-  return unknown or [*touched(instructions), *limits(instructions, registers, threads)]
+  return unknown or [*touched(instructions), *limits(instructions, registers, threads),
+                     *unset(instructions)]
 
 
 def following(instructions: list[Instruction], place: int) -> Iterator[int]:
   """Yields the places that may be executed after one."""
-  text, conditional, targets = instructions[place]
+  text, conditional, targets, _ = instructions[place]
   if text.startswith(("BRA", "JMP")):
     yield from targets
     conditional |= bool(re.match(r"\S+ !?U?P\d", text))
@@ -182,3 +186,85 @@ def _reached(instructions: list[Instruction], start: int, ends: dict) -> set[int
       seen.add(place)
       waiting += following(instructions, place)
   return seen
+
+
+def unset(instructions: list[Instruction]) -> list[str]:
+  """Returns the copies to shared memory that read uniform registers that nothing set for them.
+
+  Where a copy is predicated, so may be what sets its registers, by the same thread's election.
+  CUDA's assembler 13.0 to 13.3 sets some only after the copy.
+  """
+  before: list[list[int]] = [[] for _ in instructions]
+  for place in range(len(instructions)):
+    for target in following(instructions, place):
+      before[target].append(place)
+  found = []
+  for place, instruction in enumerate(instructions):
+    if copy := COPY.match(instruction.text):
+      first = int(copy.group(2))
+      condition = _condition(instructions, before, place)
+      # The address, a barrier, and the coordinates.
+      for register in range(first, first + 2 + int(copy.group(1))):
+        def sets(x: int, register: int = register) -> bool:
+          return register in _uniform_set(instructions[x].text) and (
+              not instructions[x].conditional
+              or _condition(instructions, before, x) == condition)
+        if None in _reaching(before, place, sets):
+          found.append(f"UR{register} not set: {instruction.text}")
+  return found
+
+
+def _uniform_set(text: str) -> range:
+  """Returns the uniform registers that an instruction sets."""
+  found = re.match(r"(\S+) UR(\d+)\b", text)
+  if found is None:
+    return range(0)
+  name, first = found.group(1), int(found.group(2))
+  wide = re.search(r"\.64|\.WIDE", name) is not None
+  return range(first, first + (2 if wide else 1))
+
+
+def _condition(instructions: list[Instruction], before: list[list[int]],
+               place: int) -> tuple[bool, frozenset[int | None]]:
+  """Returns (whether negated, places that set the predicate), of votes those of what they count."""
+  predicate = instructions[place].predicate
+  name = predicate.lstrip("!")
+  found = _reaching(before, place, lambda x: name in _predicates_set(instructions[x].text))
+  while name.startswith("U") and len(found) == 1:
+    source, = found
+    vote = None if source is None else re.match(r"VOTEU\.ANY \S+ (P\d)", instructions[source].text)
+    if vote is None:
+      break
+    name = vote.group(1)
+    found = _reaching(before, source, lambda x: name in _predicates_set(instructions[x].text))
+  return predicate.startswith("!"), found
+
+
+def _predicates_set(text: str) -> list[str]:
+  """Returns the predicates that an instruction sets."""
+  name, _, operands = text.partition(" ")
+  if name.startswith(("BRA", "JMP", "EXIT")):
+    return []
+  given = [x.strip() for x in operands.split(",")]
+  # Sums set carries, after their first operand; votes and others read what follows the first.
+  last = 3 if "IADD3" in name else 1 if name.startswith("VOTEU") else 2
+  return [x for x in given[:last] if re.fullmatch(r"U?P\d", x)]
+
+
+def _reaching(before: list[list[int]], place: int,
+              sets: Callable[[int], bool]) -> frozenset[int | None]:
+  """Returns the last places that set something before a place; None among them: none on a way."""
+  seen: set[int] = set()
+  found: set[int | None] = set()
+  waiting: list[int] = [place]
+  while waiting:
+    here = waiting.pop()
+    if here == 0:
+      found.add(None)
+    for earlier in before[here]:
+      if sets(earlier):
+        found.add(earlier)
+      elif earlier not in seen:
+        seen.add(earlier)
+        waiting.append(earlier)
+  return frozenset(found)

@@ -101,5 +101,34 @@ class LimitsTest(HazardsTestCase):
     self.check_parts(less, more, "256 threads that begin with 168", threads=256)
 
 
+class UnsetTest(HazardsTestCase):
+  # Two warps, each of which elects a thread, which copies a block of two dimensions.
+  ELECT = "ELECT P1, URZ, PT", "VOTEU.ANY UP1, P1"
+  OTHERS = "ELECT P0, URZ, PT", "VOTEU.ANY UP0, P0"
+  SET = tuple(f"@UP1 UMOV UR{n}, URZ" for n in range(8, 12))
+  COPY = "@UP1 UTMALDG.2D [UR8], [UR24]"
+
+  def test_registers_of_a_copy(self):
+    self.check(text_of(*self.ELECT, *self.SET, self.COPY, "EXIT"))
+    self.check(text_of(*self.ELECT, "ULDC.64 UR8, c[0x0][0x210]", "UIMAD.WIDE UR10, UR4, UR5, URZ",
+                       self.COPY, "EXIT"))
+    # One vote more on the same election.
+    self.check(text_of(*self.ELECT, *self.SET, "VOTEU.ANY UP2, P1", "@UP2" + self.COPY[4:], "EXIT"))
+    self.check(text_of(*self.ELECT, *self.SET[:3], self.COPY, self.SET[3], "EXIT"), "UR11 not set")
+
+  def test_registers_set_on_every_way(self):
+    loop = ".L_x_1:", self.COPY, self.SET[3], "@P2 BRA `(.L_x_1)", "EXIT"
+    self.check(text_of(*self.ELECT, *self.SET, *loop))
+    self.check(text_of(*self.ELECT, *self.SET[:3], *loop), "UR11 not set")
+    self.check(text_of(*self.ELECT, *self.SET[:3], "@P3 BRA `(.L_x_1)", self.SET[3], *loop),
+               "UR11 not set")
+
+  def test_registers_set_by_others(self):
+    other = self.SET[3].replace("UP1", "UP0")
+    self.check(text_of(*self.OTHERS, other, *self.ELECT, *self.SET[:3], self.COPY, "EXIT"),
+               "UR11 not set")
+    self.check(text_of(*self.OTHERS, *self.ELECT, *self.SET, other, self.COPY, "EXIT"))
+
+
 if __name__ == "__main__":
   absltest.main()

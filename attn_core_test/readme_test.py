@@ -81,7 +81,7 @@ class ReadmeTest(absltest.TestCase):
     self.assertLen(commands, 2, f"{RUN} marks the commands that .ci/run takes from README.md")
     self.assertEqual(self.text.count(RUN), 2)
     self.assertIn("examples/train_and_generate.py", commands[0])
-    self.assertIn("-m attn_core_test", commands[1])
+    self.assertEndsWith(commands[1], "-m attn_core_test")  # all: later runs leave out what this has
 
   def test_five_examples(self):
     self.assertLen(re.findall("^```python$", self.text, re.MULTILINE), 5)

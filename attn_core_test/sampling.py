@@ -114,7 +114,7 @@ LONG = ("static_tpu_test", "gpu_paged_test", "page_reading_test", "tpu_memory_te
 
 # Modules that read files of the checkout, which Bazel has to know. Of the others `--short` runs one
 # test of each class: README.md's command runs all of them with the same packages.
-READERS = ("adapters_recipes_test", "config_test", "doctest_test", "english_test",
+READERS = ("adapters_recipes_test", "doctest_test", "english_test",
            "equivalents_test", "gpu_faults_test", "import_graph_test", "mesh_test",
            "notebooks_test", "packaging_test", "parity_test", "pictures_test", "readme_test",
            "render_test", "sampling_test", "serve_soak_test", "site_test", "spelling_test",

@@ -104,7 +104,8 @@ class TokenOrderTest(parameterized.TestCase):
                for x in members]
     steps = {n for x in (*columns, *map(sequence.rows, np.arange(3, dtype=np.int32)))
              for n in np.diff(x).tolist()}
-    self.assertEqual(sequence.step, steps.pop() if len(steps) == 1 else None)
+    self.assertEqual(sequence.stride if sequence.attended_runs == (1, 1) else None,
+                     steps.pop() if len(steps) == 1 else None)
 
   def test_causal_balance(self):
     """Compares visited blocks of 16 x 16 on the busiest shard with the mean."""

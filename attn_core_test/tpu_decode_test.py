@@ -68,8 +68,7 @@ class InterpretTest(parameterized.TestCase):
                             (2, 1, -0.4, None, 5e-5))
   def test_a_mask_of_every_head_and_a_negative_scale(self, tokens, key_heads, scale, cap, most):
     """Checks groups of heads that see differently, and logits that fall where products rise."""
-    # Several groups in one round of a loop over them, and several rounds.
-    self.enter_context(mock.patch.object(common, "UNROLLED_SCORES", 2 * 256 * 128))
+    # With few rows, several groups in one round of a loop over them, and several rounds.
     self.enter_context(mock.patch.object(common, "FEW_ROWS_GROUPS", 2))
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(rng.normal(size=(1, length, heads, 16)), jnp.float32)

@@ -198,6 +198,24 @@ class InterpretTest(parameterized.TestCase):
       for x, y in zip(found[name], found["usual"]):
         np.testing.assert_array_equal(x[seen], y[seen])
 
+  @parameterized.parameters((True, (20, 0), (8, 16)), (False, (None, 5), (4, 16)))
+  @mock.patch.multiple(common, TILE_KEYS=16, TILE_ROWS=128)
+  @mock.patch.object(row_tiles, "SLICE_KEYS", 8)
+  def test_masks_that_cut_tiles_alike(self, causal, window, blocks):
+    """Blocks whose tiles have the same kinds may hide other slices, and keys of no request."""
+    options = PagedOptions(causal=causal, sliding_window=window)
+    case = Case((43, 21), (43, 8), page=16, H=16, K=1, D=128, rest=0, options=options)
+    query, key, value, _ = (None if x is None else jnp.nan_to_num(x) for x in case.arrays())
+    options = options._replace(metadata=TPU, block_sizes=BlockSizes(*blocks), return_lse=True)
+    with interpreted("eager"):
+      output = jax.block_until_ready(jax.jit(lambda query, *held: ragged_page_attention_v2(
+          query, pages.convert(PagesV1(*held), PagesV2), case.metadata(), options))(
+              query, key, value))
+    with jax.enable_x64(True):
+      out, lse = case.oracle(*(x.astype(jnp.float64) for x in (query, key, value)), None)
+    np.testing.assert_allclose(output.attention_outputs, out, atol=5e-6, rtol=1e-5)
+    np.testing.assert_allclose(output.lse, lse, atol=1e-5, rtol=1e-5)
+
   def test_the_same_bits_in_any_batch_and_any_chunks(self):
     """Runs one program with different metadata, and checks that it moves live pages only."""
     row = ROWS["ragged"]._replace(case=Case((21, 13), (21, 13), page=8, H=2, K=1, D=128, rest=6))

@@ -23,7 +23,7 @@ from attn_core.kernels.tpu.flash import (
 from attn_core.kernels.tpu.flash.schedule import Tiling
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import flash as xla_flash
-from attn_core.masks import leaves
+from attn_core.masks import block_map, leaves
 from attn_core.mechanisms import flash as flash_mechanism
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test import sampling
@@ -279,6 +279,19 @@ class RunsTest(parameterized.TestCase):
     tpu_kernel.make_kernel(xla_flash.KERNEL).check(operands, spec, BlockSizes())
     found = tiling.make_tiling(operands, spec, BlockSizes(), backward=True)
     self.assertEqual((found.block_q, found.block_kv), tiling.BLOCKS[tiling.LONG, True][:2])
+
+  @parameterized.parameters(masks.causal(), masks.window(100, 0), masks.window(None, 200))
+  def test_all_tiles_of_a_strip_have_their_diagonals(self, mask):
+    """A strip is computed where one of its tiles is visible."""
+    sizes = Tiling(1000, 1000, 512, 512, 256, 256)
+    kinds = np.asarray(block_map.block_kinds(mask, block_map.Sizes(1000, 1000, 256, 256)))[0, 0]
+    first, count = diagonals.visible(mask, sizes)
+    for strip in range(2):
+      queries = np.arange(2) + 2 * strip
+      for key in np.nonzero((kinds[queries] != block_map.EMPTY).any(0))[0]:
+        zero = sizes.padded_keys // 128 - 1 - 2 * key  # of tiles of two by two block diagonals
+        places = np.arange(zero + 2 * queries[0] - 1, zero + 2 * queries[1] + 2)
+        self.assertTrue((first <= places).all() and (places < first + count).all(), (strip, key))
 
   @parameterized.parameters(*sampling.with_slow([(masks.causal(),)], (masks.full(),), (
       masks.offset(masks.causal(), 100),), (masks.window(300, None) & masks.segments(IDS),)))

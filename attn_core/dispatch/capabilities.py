@@ -344,16 +344,26 @@ def collective_limits(request: Request) -> str | None:
   return None
 
 
+# A table takes 64 numbers for each token of each pair of runs and for each head: 1 GiB a head with
+# 8 devices that exchange heads, and 131,072 tokens in layout "zigzag" (256 pairs).
+MOST_PAIRS_ON_HOPPER = 64
+
+
 def hopper_ring_limits(request: Request) -> str | None:
   """Limits of a ring of the block-wise kernels for Hopper."""
-  from attn_core.kernels.gpu.flash import score_tiles  # Mosaic GPU takes 0.3 s to import
+  from attn_core.kernels.gpu import mosaic  # Mosaic GPU takes 0.3 s to import
+  from attn_core.kernels.gpu.flash import score_tiles
   sequence, at = _sequence_of(request), ""
   if sequence is not None and sequence.attended_runs != (1, 1):
+    # Sizes that no call may have are left to the error that names them.
     least = math.lcm(score_tiles.RUN_TOKENS, *(x for x in (
-        request.blocks.block_q, request.blocks.block_kv) if x))
+        request.blocks.block_q, request.blocks.block_kv) if x and not x % mosaic.WGMMA_ROWS))
     if any(x % least for x in sequence.run_lengths):
+      of_blocks = "" if least == score_tiles.RUN_TOKENS else " with these block_sizes"
       at = (f"{_in_runs(sequence)} of {sequence.run_lengths[0]} and {sequence.run_lengths[1]} "
-            f"tokens: only multiples of {least} are taken")
+            f"tokens: only multiples of {least} are taken{of_blocks}")
+    elif math.prod(sequence.attended_runs) > MOST_PAIRS_ON_HOPPER:
+      at = f"{_in_runs(sequence)}: at most {MOST_PAIRS_ON_HOPPER} pairs are taken"
   return collective_limits(request) or hopper_flash_limits(request) or traceable.refusal(
       request.mod, request.mods, at, "Hopper")
 

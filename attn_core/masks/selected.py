@@ -76,7 +76,8 @@ def selected_keys(indices: ArrayLike) -> Mask:
   all keys of the tiles that some query of a tile lists, and read a bit for each query and key,
   T * S / 8 bytes.
   `multi_latent_attention` gathers the listed latent rows of each query, once for all heads; while
-  decoding it reads no other row of a cache that is not in 8 bits.
+  decoding it reads no other row of a cache that is not in 8 bits, where all its lists together
+  name fewer keys than it has slots.
 
   Args:
     indices: int32 [B or 1, T, k], numbers of keys by column; [B or 1, K or 1, T, k] if every key

@@ -111,11 +111,20 @@ def mask_of(operands: Operands, spec: AttentionSpec) -> mask_lib.Mask:
   return jax.tree.unflatten(spec.mask, operands.mask.arrays)
 
 
-def distances_of_runs(operands: Operands, spec: AttentionSpec) -> jax.Array:
+def distances_of_runs(operands: Operands, spec: AttentionSpec, *,
+                      continued: bool = True) -> jax.Array:
   """Returns the position of the first key minus that of the first query for each pair of runs.
 
-  Positions must be in runs, see `evaluate.runs_of`. The positions of a run are continued to the
-  first query and the first key: int32 [B or 1, runs of queries * of keys].
+  Positions must be in runs, see `evaluate.runs_of`.
+
+  Args:
+    operands: the arrays.
+    spec: what is computed.
+    continued: whether the first query and the first key are those of all, to which the positions
+      of a run are continued; else those of the run.
+
+  Returns:
+    int32 [B or 1, runs of queries * of keys].
   """
   runs = evaluate.runs_of(mask_lib.of_structure(spec.mask))
   assert runs is not None
@@ -129,7 +138,7 @@ def distances_of_runs(operands: Operands, spec: AttentionSpec) -> jax.Array:
                                 (operands.query.shape[0], 1, runs.queries, runs.keys))
   at, _ = evaluate.move_to_positions(mask, at)
   distance = at.key_position - at.query_position
-  if runs != evaluate.Runs():
+  if continued and runs != evaluate.Runs():
     of_query, of_key = (np.arange(count, dtype=np.int32) * (runs.stride * (x.shape[1] // count))
                         for count, x in ((runs.queries, operands.query), (runs.keys, operands.key)))
     distance = distance - (of_key - of_query[:, None])

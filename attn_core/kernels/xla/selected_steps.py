@@ -71,7 +71,7 @@ class Keys(NamedTuple):
 
 
 class Rows(NamedTuple):
-  """What a backward knows of the queries."""
+  """Numbers of all queries that a backward reads."""
 
   d_out: jax.Array  # [B, T, H, E]
   lse: jax.Array  # [B, T, H, 1]

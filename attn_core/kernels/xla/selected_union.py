@@ -383,7 +383,7 @@ def _taken(inputs: Inputs, arrays: tuple[jax.Array, ...], blocks: jax.Array,
     *rows, table = arrays
     take = lambda x, at=blocks: x.at[at].get(mode="promise_in_bounds")
     # Numbers, not columns: those would be written by columns, and copied in both cases.
-    number = jnp.arange(table.shape[0], dtype=jnp.int32)[:, None] * table.shape[1] + blocks
+    number = jnp.arange(table.shape[0], dtype=jnp.int32)[:, None] * table.shape[1] + blocks[None]
     return *(take(x.reshape(-1, block_kv, x.shape[1])).reshape(-1, x.shape[1]) for x in rows), (
         take(table) if transposed else take(table.reshape(-1), number))
 

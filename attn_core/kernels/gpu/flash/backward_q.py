@@ -111,9 +111,11 @@ def _copy(params: BackwardParams, arrays: Arrays, scratch: Scratch, grid: GridIn
 
   def fill(n: jax.Array, _: tuple) -> tuple:
     tokens = pl.ds(row.block(n) * tiling.block_kv, tiling.block_kv)
+    # Opaque: of a first step apart from the loop, CUDA's assembler 13.0 to 13.3 lost coordinates.
+    filled = lax.optimization_barrier(n)
     for source, smem, full, free, stages in pipelines:
       slot = lax.rem(n, mosaic.int32(stages))
-      pl.when(n >= stages)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
+      pl.when(filled >= stages)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
       plgpu.copy_gmem_to_smem(source.at[grid.batch, tokens, head], smem.at[slot], full.at[slot])
     return ()
 

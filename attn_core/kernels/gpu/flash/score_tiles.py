@@ -121,13 +121,6 @@ class Distances(NamedTuple):
     """The column at which the first tile of a pair of runs begins."""
     return self.run[self.transposed]
 
-  @property
-  def firsts(self) -> np.ndarray:
-    """The distances, int32 [pairs], that numbers of rows and columns add to a pair's."""
-    of_query, of_key = (np.arange(count, dtype=np.int32) * np.int32(n * self.runs.stride)
-                        for count, n in zip((self.runs.queries, self.runs.keys), self.run))
-    return (of_key - of_query[:, None]).reshape(-1)
-
   def first_column(self, query: jax.Array, key: jax.Array) -> jax.Array:
     """Returns the column where the tile of a first query and a first key begins."""
     first = (query - key if self.transposed else key - query) + np.int32(self.offset)
@@ -147,7 +140,7 @@ def shifted(term: terms.Distance, values: jax.Array, bases: jax.Array,
   Args:
     term: the kind of term.
     values: its array, [B or 1, H or 1, n].
-    bases: int32 [B or 1, pairs of runs]; see `dense_operands.distances_of_runs`.
+    bases: int32 [B or 1, pairs of runs], the first distance of each pair.
     at: where the numbers of a tile lie.
 
   Returns:
@@ -161,7 +154,7 @@ def shifted(term: terms.Distance, values: jax.Array, bases: jax.Array,
   # Row r, column j: the same number along every diagonal j - r.
   diagonal = jnp.arange(1 - tile_rows, at.length, dtype=jnp.int32) - np.int32(at.offset)
   step = np.int32(-at.runs.stride if at.transposed else at.runs.stride)
-  distance = step * diagonal[None, None] + (bases + at.firsts)[:, :, None]
+  distance = step * diagonal[None, None] + bases[:, :, None]
   index = jnp.clip(distance - np.int32(term.first), 0, values.shape[2] - 1)
   rows, heads = np.broadcast_shapes(values.shape[:1], index.shape[:1]), values.shape[1]
   line = jnp.take_along_axis(

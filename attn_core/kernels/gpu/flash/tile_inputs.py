@@ -38,7 +38,7 @@ class TileInputs(NamedTuple):
   # None: such values reach the result by themselves.
   nan_keys: Any = None
   mods: tuple[Any, ...] = ()  # arrays of the score mod, those of pairs padded to whole blocks
-  lists: tuple[Ref, ...] = ()  # words of bits; see `list_bits.pack`
+  lists: tuple[Any, ...] = ()  # words of bits; see `list_bits.pack`
 
 
 class TileInputLoader(NamedTuple):
@@ -74,8 +74,8 @@ class TileInputLoader(NamedTuple):
     pairs, found = traceable.by_pair(structure, operands.mods), tables.find(structure)
     def pack(n: int, x: jax.Array) -> jax.Array:
       if n in found:
-        return score_tiles.shifted(
-            found[n], x, dense_operands.distances_of_runs(operands, self.spec), self._distances)
+        bases = dense_operands.distances_of_runs(operands, self.spec, continued=False)
+        return score_tiles.shifted(found[n], x, bases, self._distances)
       return x if n in pairs else x.astype(jnp.float32)
     return [pack(n, x) for n, x in enumerate(
         evaluate.pad(structure, operands.mods, rows, columns))]

@@ -25,7 +25,8 @@ from attn_core.kernels.common.backward import complete_cotangents, finite_lse
 from attn_core.kernels.common.contract import (BackwardFn, BackwardResiduals, RemoteCopy,
                                                    Residuals)
 from attn_core.kernels.tpu.flash import (
-    call, key_sums, mod_sums, row_sums, patterns as patterns_lib, scalar_memory, schedule, score_tiles, step_list, tile_inputs, tiling as tiling_lib)
+    call, key_sums, mod_sums, patterns as patterns_lib, row_sums, scalar_memory, schedule,
+    score_tiles, step_list, tile_inputs, tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.tile_inputs import Index, KernelRefs, TileIndex, TokenRange
 from attn_core.kernels.tpu.flash.tile_loop import (
     KernelParams, Strip, for_each_tile, issue_ahead, make_kernel_params)

@@ -239,15 +239,18 @@ def visible(mask: mask_lib.Mask, tiling: Tiling) -> tuple[int, int]:
 @functools.lru_cache(maxsize=256)
 def _visible_diagonals(mask: mask_lib.Mask, tiling: Tiling) -> tuple[int, int]:
   """Returns (first, count) of the block diagonals of tiles with visible pairs of a static mask."""
-  kinds = np.asarray(block_map.block_kinds(mask, block_map.Sizes(
-      tiling.query_length, tiling.key_length, tiling.tile_q, tiling.tile_kv)))
-  query, key = np.nonzero((kinds != block_map.EMPTY).any((0, 1)))
+  sizes = block_map.Sizes(tiling.query_length, tiling.key_length, tiling.tile_q, tiling.tile_kv)
+  shown = (np.asarray(block_map.block_kinds(mask, sizes)) != block_map.EMPTY).any((0, 1))
+  # A strip of tiles is computed where one of them is visible.
+  width = tiling.strip_tiles
+  strips = np.pad(shown, ((0, -len(shown) % width), (0, 0))).reshape(-1, width, shown.shape[1])
+  query, key = np.nonzero(np.repeat(strips.any(1), width, 0))
   if not len(query):
     return 0, 1
   rows, columns = tiling.tile_kv // LANES, tiling.tile_q // LANES
   number = query * columns - key * rows + tiling.padded_keys // LANES - 1
-  first, last = number.min() - (rows - 1), number.max() + (columns - 1)
-  return int(first), int(last - first + 1)
+  first, last = int(np.min(number)) - (rows - 1), int(np.max(number)) + (columns - 1)
+  return first, last - first + 1
 
 
 class Diagonals(NamedTuple):

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from attn_core.kernels.common import dense_operands, listed, nonfinite
 from attn_core.kernels.common.contract import RemoteCopy, Residuals
 from attn_core.kernels.tpu.flash import (
-    call, patterns as patterns_lib, scalar_memory, schedule, score_tiles, softmax_choice, step_list, tile_inputs, tiling as tiling_lib)
+    call, patterns as patterns_lib, scalar_memory, schedule, score_tiles, softmax_choice,
+    step_list, tile_inputs, tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.forward_step import ForwardReaders, ForwardStep, SoftmaxForm
 from attn_core.kernels.tpu.flash.tile_inputs import KernelRefs
 from attn_core.kernels.tpu.flash.tile_loop import (

@@ -16,8 +16,6 @@ from attn_core.kernels.tpu.flash.tile_inputs import (
     Index, KernelRefs, Reader, TileIndex, TileInputs, pad)
 from attn_core.masks import leaves, mask as mask_lib
 
-SUBLANES = 8  # rows of a register of 32-bit numbers
-
 
 def readers(inputs: TileInputs, mask: mask_lib.Mask) -> tuple[Reader, ...]:
   """Adds the bits of lists to the inputs of a kernel.
@@ -54,7 +52,7 @@ def _reader(inputs: TileInputs, node: leaves.Selected) -> Reader:
   def read(refs: KernelRefs, tile: TileIndex) -> jax.Array:
     (keys, queries), first = tile.shape, _split(tile.keys.start, size)[0]
     highest = listed.WORD - 1  # the sign, to which the bit of a key is moved
-    if size >= SUBLANES:
+    if size >= listed.SUBLANES:
       bits = [first + n for n in range(keys // size)]
       parts = [jnp.broadcast_to(lax.shift_left(row(refs, tile, bit), jnp.full(
           (1, queries), highest - _split(bit, listed.WORD)[1], jnp.int32)), (size, queries))

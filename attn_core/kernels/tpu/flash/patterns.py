@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which kinds of tiles of a TPU kernel's blocks get specialized code, and what is evaluated there.
+"""Chooses the kinds of tiles of a TPU kernel's blocks that get specialized code.
 
 The tiles of a block are computed at once, without branches, where their kinds are one of a few
 patterns. Blocks of other kinds are computed strip by strip.
@@ -85,9 +85,10 @@ def choose(steps: Schedule, mask: Mask, tiling: Tiling, *, by_keys: bool) -> Pat
   several = jax.tree.leaves(mask) or len(tile_lib.parts(mask)) > 1
   parts = tuple(_parts_of_tiles(bits, mask, tiling, by_keys) for bits in chosen) if several else ()
   apart = tuple(_apart(bits, steps if known else None, static, tiling, by_keys) for bits in chosen)
-  by_arrays = 1 | sum(2 << n for n, part in enumerate(tile_lib.parts(rest)) if jax.tree.leaves(part))
+  by_arrays = 1 | sum(2 << n for n, part in enumerate(tile_lib.parts(rest))
+                      if jax.tree.leaves(part))
   # A list of blocks hides tiles that the mask may show.
-  strip_tiles = 2 if tiling.tiles_q % 2 == 0 and not lists else 1
+  strip_tiles = 1 if lists else tiling.strip_tiles
   occurs = {UNMASKED: strip_tiles < number or not chosen, by_arrays: not known,
             MASKED: known or strip_tiles > 1 or bool((static == block_map.PARTIAL).any())}
   others = tuple(x for x, found in occurs.items() if found)

@@ -123,6 +123,10 @@ class Tiling(NamedTuple):
     """Tiles of a block along the keys."""
     return self.block_kv // self.tile_kv
 
+  @property
+  def strip_tiles(self) -> int:
+    """Neighboring tiles along the queries that are computed at once in a block of no pattern."""
+    return 2 if self.tiles_q % 2 == 0 else 1
 
   def word_sizes(self, by_keys: bool) -> step_list.WordSizes:
     """Returns the sizes of the words of a schedule; see `build`."""
@@ -275,7 +279,7 @@ def is_partly_hidden(static: np.ndarray) -> np.ndarray:
 
 
 def _with_cut(kinds: jax.Array, static: np.ndarray, by_keys: bool) -> jax.Array:
-  """Marks CUT tiles; in the forward, rounds partly hidden blocks to one of `patterns.Patterns` if cut.
+  """Marks CUT tiles; in the forward, rounds blocks that are partly hidden and cut to `Patterns`.
 
   A block with few visible tiles keeps them, as they take less time in branches than all that may
   be visible in a pattern. So does a block of which the static mask hides nothing: the documents

@@ -27,6 +27,7 @@ Index = Any  # int, or a traced int32
 
 TILE_KEYS = 256  # keys of a tile, with many rows
 TILE_ROWS = 1024  # rows of a tile
+MOST_TILES = 31  # of a block and a head group: bits of `row_tiles.Kinds`
 FEW_ROWS = 64  # rows of a key head: up to here keys and values stay in the matrix units
 FEW_ROWS_LATENT = 256  # the same of latent rows, which are whole where they are stored
 LATENT_PIECE = 512  # latent rows of a piece, see `StepShape.pieces`; twice for more than FEW_ROWS
@@ -116,7 +117,8 @@ class StepShape(NamedTuple):
     # Whole queries, so that a tile's rows are a range of positions.
     count = max(n for n in range(1, max(1, rows // TILE_ROWS) + 1)
                 if self.block_q % n == 0 and (n == 1 or rows // n % LANES == 0))
-    return keys if keys % min(LANES, TILE_KEYS) == 0 else block_kv, rows // count
+    split = keys % min(LANES, TILE_KEYS) == 0 and block_kv // keys * count <= MOST_TILES
+    return keys if split else block_kv, rows // count
 
   @property
   def pieces(self) -> list[slice | None]:

@@ -51,8 +51,8 @@ class Case(NamedTuple):
 
 
 def _is_bounded_to_the_right(spec: LogitsSpec) -> bool:
-  """Returns whether the mask is nothing but a number of keys after each query."""
-  return (spec.right is not None and spec.left is None and not spec.drafts
+  """Returns whether the mask is nothing but causality, which hides what is beyond the request."""
+  return (spec.right == 0 and spec.left is None and not spec.drafts
           and spec.scope == Scope.ALL)
 
 
@@ -69,8 +69,10 @@ def cases(spec: LogitsSpec, shape: StepShape) -> list[Case]:
   found: dict[tuple, Case] = {}
   for shift in range(-(block_q + spec.right) // step * step, block_kv + step, step):
     pattern = tuple(_kind_at(spec.right, shape, part, shift) for part in tiles)
+    # Of other masks, only kinds of tiles are compared.
     slices = tuple(tuple(_kind_at(spec.right, shape, x, shift) for x in sliced(part))
-                   for part in tiles)
+                   for part in tiles) if _is_bounded_to_the_right(spec) else (
+                       tuple((kind,) for kind in pattern))
     if pattern == whole:
       found.setdefault(pattern, Case(pattern, whole_slices, shift))
     elif any(pattern):

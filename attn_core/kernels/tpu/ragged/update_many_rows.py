@@ -242,7 +242,11 @@ def _folded_safely(step: _Step, part: TilePart, before: Running, failed: jax.Arr
   logits = jnp.where(visible, _logits(step, part, _scores(step, part)), -jnp.inf)
   # A row without a key has no number yet.
   before = before._replace(m_i=jnp.where(failed & (before.l_i == 0), -jnp.inf, before.m_i))
-  above = lambda x: jnp.where(failed, jnp.ceil(x * unit) * (1 / unit), before.m_i)
+  def above(x: jax.Array) -> jax.Array:
+    rounded = jnp.ceil(x * unit) * (1 / unit)
+    # Of large numbers, rounding would be the larger part.
+    rounded = jnp.where((rounded - x) * unit <= 1, jnp.maximum(rounded, x), x)
+    return jnp.where(failed, rounded, before.m_i)
   after = online_softmax.update(before, logits, lambda x: _weigh(step, part, x),
                                 exp=lambda x: jnp.exp2(x * unit), above=above, axis=0)
   sees = jnp.logical_not(failed) & visibility.sees_any(step.k, step.tile, part, visible)

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys of a block the rows of a step see in the ragged kernel: by position, or by a mask."""
+"""The keys of a block that the rows of a step see in the ragged kernel: by position, or a mask."""
 
 import jax
 from jax import lax
