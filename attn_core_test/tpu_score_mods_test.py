@@ -54,6 +54,17 @@ def _steep(score, batch, head, query, key, amount):
   return score + 0.1 * jnp.sqrt(amount * (query - key + 1).astype(score.dtype))
 
 
+def value_and_gradients(kernel, spec, blocks, d_out):
+  """Returns a jitted function of (query, key, value), arrays of a score mod, and of a mask."""
+  def run(arrays, mods, mask):
+    operands = Operands(*arrays, mask=MaskOperands(tuple(mask)), mods=tuple(mods))
+    out, lse = kernel.forward(operands, spec, blocks)
+    return out, lse, kernel.backward(
+        operands, spec, blocks, Residuals(out, lse), Residuals(d_out, jnp.cos(lse)),
+        ("query", "key", "value", "mods.0"))
+  return jax.jit(run)
+
+
 ARRAYS = {"slopes": _number(H), "row": _number(B, H, T), "column": _number(B, 1, T),
           "scale": _number(1, 1, T), "bias": _number(1, H, T, T), "amount": _number(),
           "table": _number(8, H), "shared": _number(40, 1)}
@@ -251,13 +262,7 @@ class RunsTest(parameterized.TestCase):
     def found(kernel, leaf, *more):
       mask, structure = jax.tree.flatten(leaf(masks.causal(), (10**4,) * 2, *places, *more))
       spec = AttentionSpec(structure, 0.4, score_mod=term)
-      def run(arrays, mods, mask):
-        operands = Operands(*arrays, mask=MaskOperands(tuple(mask)), mods=tuple(mods))
-        out, lse = kernel.forward(operands, spec, blocks)
-        return out, lse, kernel.backward(
-            operands, spec, blocks, Residuals(out, lse), Residuals(numbers, jnp.cos(lse)),
-            ("query", "key", "value", "mods.0"))
-      return jax.jit(run)(arrays, mods, mask)
+      return value_and_gradients(kernel, spec, blocks, numbers)(arrays, mods, mask)
     want = found(xla_flash.KERNEL, leaves.Placed)
     with interpreted():
       got = jax.block_until_ready(found(
@@ -303,13 +308,7 @@ class RunsTest(parameterized.TestCase):
     spec, blocks = AttentionSpec(structure, 0.4, score_mod=term), BlockSizes(256, 256, 256, 256)
     numbers, constant = _number(1, 500, 2, 8, seed=9), []
     def found(kernel):
-      def run(arrays, mods, mask):
-        operands = Operands(*arrays, mask=MaskOperands(tuple(mask)), mods=tuple(mods))
-        out, lse = kernel.forward(operands, spec, blocks)
-        return out, lse, kernel.backward(
-            operands, spec, blocks, Residuals(out, lse), Residuals(numbers, jnp.cos(lse)),
-            ("query", "key", "value", "mods.0"))
-      return jax.jit(run)(arrays, mods, leaves_of_mask)
+      return value_and_gradients(kernel, spec, blocks, numbers)(arrays, mods, leaves_of_mask)
     want = found(xla_flash.KERNEL)
     is_constant = diagonals.Band.is_constant
     def seen(band, place):

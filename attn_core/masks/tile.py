@@ -77,6 +77,13 @@ def visible(mask: mask_lib.Mask, at: mask_lib.Coordinates, *, which: int) -> mas
   return found
 
 
+def global_numbers(operands: MaskOperands, batch: Index) -> tuple[Index, Index]:
+  """Returns the number of a batch row and of its first head among those of all devices."""
+  at_row = lambda x: x[batch if x.shape[0] > 1 else 0]
+  return (batch if operands.batch_index is None else at_row(operands.batch_index),
+          jnp.int32(0) if operands.head_offset is None else at_row(operands.head_offset))
+
+
 def slice_mask(structure: jax.tree_util.PyTreeDef, operands: MaskOperands, tile: Tile,
                orient: Callable[[jax.Array], jax.Array] = lambda x: x
                ) -> tuple[mask_lib.Mask, mask_lib.Coordinates]:

@@ -200,15 +200,13 @@ def keys_of(inputs: Inputs, head: Head, n: jax.Array, *, transposed: bool = Fals
     n: number of the step.
     transposed: whether that is for scores [num_blocks, n, block_rows].
   """
-  lists, mask, spec = inputs.lists, inputs.operands.mask, inputs.spec
+  lists, spec = inputs.lists, inputs.spec
   blocks = (jnp.asarray(n, jnp.int32) * inputs.num_blocks
             + jnp.arange(inputs.num_blocks, dtype=jnp.int32))
   query = blocks[:, None] * inputs.block_q + jnp.arange(inputs.block_q, dtype=jnp.int32)[None]
   first = head.key_head * inputs.group
   local = first + jnp.arange(inputs.group, dtype=jnp.int32)
-  at_row = lambda x: x[head.batch if x.shape[0] > 1 else 0]
-  batch = head.batch if mask.batch_index is None else at_row(mask.batch_index)
-  start = jnp.int32(0) if mask.head_offset is None else at_row(mask.head_offset)
+  batch, start = tile_lib.global_numbers(inputs.operands.mask, head.batch)
   found = _once(jnp.asarray(lists.blocks_of(batch, first + start, query[:, 0])),
                 head.key.shape[0] - 1)
   key = (found[..., None] * lists.block_kv
@@ -222,7 +220,8 @@ def keys_of(inputs: Inputs, head: Head, n: jax.Array, *, transposed: bool = Fals
   if spec.dropout_prob:
     words = inputs.operands.dropout_key
     assert words is not None
-    keep = dropout.keep_mask(at_row(words), dropout.move_to_positions(rest, at), spec.dropout_prob)
+    keep = dropout.keep_mask(words[head.batch if words.shape[0] > 1 else 0],
+                             dropout.move_to_positions(rest, at), spec.dropout_prob)
   if not transposed:
     return Keys(found, seen, keep)
   four = lambda x: x.reshape((1,) * (4 - x.ndim) + x.shape).transpose(0, 3, 1, 2)

@@ -242,10 +242,8 @@ def _coordinates(inputs: Inputs, group: Group, query: jax.Array, key: jax.Array,
     key: int32 [n].
     transposed: the order of axes.
   """
-  mask, heads = inputs.operands.mask, _step_heads(inputs)
-  at_row = lambda x: x[group.batch if x.shape[0] > 1 else 0]
-  batch = group.batch if mask.batch_index is None else at_row(mask.batch_index)
-  start = jnp.int32(0) if mask.head_offset is None else at_row(mask.head_offset)
+  heads = _step_heads(inputs)
+  batch, start = tile_lib.global_numbers(inputs.operands.mask, group.batch)
   local = group.first * inputs.group + jnp.arange(heads * inputs.group, dtype=jnp.int32)
   orient = lambda x: x.transpose(0, 3, 1, 2) if transposed else x
   local = orient(local.reshape(heads, 1, inputs.group, 1))
@@ -276,11 +274,9 @@ def _possible(inputs: Inputs) -> jax.Array:
 
 def _tile_lists(inputs: Inputs, group: Group, n: jax.Array) -> jax.Array:
   """Returns the lists int32 [lists, k] of tile n; each is that of as many neighbors."""
-  lists, mask = inputs.lists, inputs.operands.mask
+  lists = inputs.lists
   rows, heads, blocks, length = lists.indices.shape
-  at_row = lambda x: x[group.batch if x.shape[0] > 1 else 0]
-  batch = group.batch if mask.batch_index is None else at_row(mask.batch_index)
-  start = jnp.int32(0) if mask.head_offset is None else at_row(mask.head_offset)
+  batch, start = tile_lib.global_numbers(inputs.operands.mask, group.batch)
   head, query = group.first * inputs.group + start, jnp.asarray(n, jnp.int32) * TILE
   if TILE % lists.block_q and lists.block_q % TILE:
     return jnp.asarray(lists.blocks_of(batch, head, query + jnp.arange(TILE, dtype=jnp.int32)))

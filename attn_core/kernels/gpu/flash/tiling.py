@@ -31,7 +31,7 @@ FORWARD = {64: (128, 128, 4), 80: (128, 128, 4), 96: (128, 128, 4), 128: (128, 1
 # enough registers.
 LONG_TILING = (128, 256, 2)
 LONG = 4096  # keys; with fewer, a causal mask hides too much of larger blocks
-# See `_high_register_pressure`.
+# With two of `_features`, or in the forward one of them and bits of lists.
 HIGH_PRESSURE_BLOCK_KV = 64
 # Sums of wider values leave no registers for numbers that can be recomputed.
 WIDE = 192

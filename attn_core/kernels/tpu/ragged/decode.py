@@ -31,7 +31,6 @@ PAGE_SIZE = 64  # tokens of a transfer
 BLOCK_KV = 1024  # tokens of a block; a multiple of LANES, as all are
 LATENT_BLOCK_KV = 4096  # of latent rows, of which there is one for all heads
 BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and as words
-VECTOR_BYTES = 48 * 2**20  # of vector memory for everything
 MASK_ROWS = 16  # rows of the mask are padded to a multiple: a tile of bfloat16
 MOST_SCORES = 2**19  # of a block and a head group
 MOST_QUERIES = 64  # per batch row, T
@@ -128,7 +127,7 @@ def _within_memory(layout: KVLayout, query: ShapedArray) -> KVLayout:
   most = max(1, layout.block_kv * BUFFER_BYTES // layout.vmem_bytes() // LANES)
   blocks = min(layout.block_kv, most * LANES) // LANES
   sized = lambda blocks: layout._replace(block_pages=blocks * LANES // layout.page_size)
-  while blocks > 1 and _vector_bytes(sized(blocks), query) > VECTOR_BYTES:
+  while blocks > 1 and _vector_bytes(sized(blocks), query) > common.VECTOR_BYTES:
     blocks //= 2
   return sized(blocks)
 
@@ -151,15 +150,16 @@ def unsupported_memory(query: ShapedArray, key: ShapedArray, value: ShapedArray,
                        block_sizes: BlockSizes, form: tuple[bool, int | None]) -> str | None:
   """Returns why the smallest block does not fit in vector memory, or None; see `_make_layout`."""
   needed = _vector_bytes(_make_layout(query, key, value, block_sizes, form), query)
-  if needed <= VECTOR_BYTES:
+  if needed <= common.VECTOR_BYTES:
     return None
   length, heads, width = query.shape[1:]
   layout = _make_layout(query, key, value, block_sizes, form)
   fitting = next((n for n in range(length - 1, 0, -1) if _vector_bytes(
-      layout, jax.ShapeDtypeStruct((1, n, *query.shape[2:]), query.dtype)) <= VECTOR_BYTES), 0)
+      layout, jax.ShapeDtypeStruct((1, n, *query.shape[2:]), query.dtype)
+      ) <= common.VECTOR_BYTES), 0)
   cure = f"at most {fitting} queries at a time" if fitting else "fewer or narrower heads"
   return (f"{length} queries of {heads} heads of {width} numbers: the TPU kernel would need "
-          f"{needed} bytes of vector memory, of which it has {VECTOR_BYTES}: give {cure}")
+          f"{needed} bytes of vector memory, of which it has {common.VECTOR_BYTES}: give {cure}")
 
 
 def _tile(key: ShapedArray, value: ShapedArray) -> int:

@@ -26,7 +26,6 @@ MOST_PADDING = (4, 32)
 FEW_QUERIES = 8  # of a request, on average
 MOST_PAGES = 128  # of a key block: a transfer each
 BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and as words
-VECTOR_BYTES = 48 * 2**20  # of vector memory for everything
 MOST_VECTOR_BYTES = 51 * 2**20  # of a call that is not refused; the compiler gets a quarter more
 SCALAR_BYTES = 15 * 2**16  # of the 1 MiB of scalar memory, for tables and steps
 DTYPES = ("float32", "bfloat16")
@@ -53,7 +52,8 @@ def choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KVL
   if block_sizes.block_q is not None:
     return block_q
   def fits_vector_memory(block_q: int) -> bool:
-    return _vector_bytes(operands, block_sizes, layout, (block_q, group_size)) <= VECTOR_BYTES
+    needed = _vector_bytes(operands, block_sizes, layout, (block_q, group_size))
+    return needed <= common.VECTOR_BYTES
   while block_q > 1 and not fits_vector_memory(block_q):
     block_q //= 2
   # With many query heads a key head, blocks of the rows above are too many.
