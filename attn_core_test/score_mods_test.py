@@ -127,6 +127,36 @@ def _half(score, batch, head, query, key):
   return score.astype(jnp.bfloat16)
 
 
+# Functions of the tile that a kernel gives them: name, function, message.
+OF_TILE = (
+    ("first_key", lambda x, b, h, q, k: x + (k - k.min()).astype(x.dtype),
+     "applies `reduce_min` along a tile"),
+    ("first_query", lambda x, b, h, q, k: x + q.reshape(-1)[0].astype(x.dtype),
+     "applies `.*slice` along a tile"),
+    ("count", lambda x, b, h, q, k: jax.jit(lambda x, k: x + jnp.cumsum(k > 3, 3))(x, k).astype(
+        x.dtype), "applies `cumsum` along a tile"),
+    ("any", lambda x, b, h, q, k: jax.lax.cond((q > 3).any(), lambda x: x, lambda x: -x, x),
+     "applies `reduce_or` along a tile"),
+    ("products", lambda x, b, h, q, k: x + jnp.einsum("hqgk,hqgk->hq", k, k)[:, :, None, None],
+     "applies `.*` along a tile"),
+    ("columns", lambda x, b, h, q, k: x + jnp.arange(x.shape[-1]).astype(x.dtype),
+     "by the place in a tile .`iota`"),
+    ("captured", lambda x, b, h, q, k: x + np.arange(x.shape[-1]).astype(x.dtype),
+     "captures an array of the size of a tile"),
+    ("size", lambda x, b, h, q, k: x / x.shape[-1], "computes with the size of a tile"),
+    ("noise", lambda x, b, h, q, k: x + jax.random.normal(jax.random.key(0), x.shape),
+     "by the place in a tile .`random_bits`"))
+
+
+def _of_bounds(score, batch, head, query, key, bounds):
+  """Returns scores by look-ups in sorted numbers, sums over axes of its own, and a loop."""
+  bucket = jnp.searchsorted(bounds, (query - key).astype(bounds.dtype))
+  powers = jax.vmap(lambda n: jnp.sin(n * bounds).sum())(jnp.arange(3, dtype=bounds.dtype))
+  near = (jax.nn.one_hot(bucket, 4) * bounds[:4] * jnp.arange(4)).sum(-1)
+  line = jnp.interp((key - query).astype(score.dtype), bounds, jnp.flip(bounds))
+  return jax.lax.fori_loop(0, 3, lambda n, x: x + powers[n] * near, score) * line
+
+
 class BadInputTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
@@ -155,6 +185,8 @@ class BadInputTest(parameterized.TestCase):
       ("custom_number", lambda: score_mods.custom(lambda x, b, h, q, k: 1.0), "same shape"),
       ("custom_mean", lambda: score_mods.custom(_mean), "applies `reduce_sum` to the scores"),
       ("custom_inner", lambda: score_mods.custom(_inner), "applies `cumsum` to the scores"),
+      *((f"custom_{name}", functools.partial(score_mods.custom, function), message)
+        for name, function, message in OF_TILE),
       ("apply", lambda: score_mods.apply(np.ones(3), np.ones((1, 1, 2, 2))), "a score mod"))
   def test_refuses(self, make, message):
     with self.assertRaisesRegex(ValueError, message):
@@ -179,9 +211,11 @@ class BadInputTest(parameterized.TestCase):
     def function(score, batch, head, query, key, table):
       near = jax.nn.relu(score) + jax.jit(jnp.sin)(score)
       return jax.lax.cond(batch > 0, lambda x: x, lambda x: -x, jnp.where(
-          (query - key)[..., :] > 0, near, table[head, key % 3] * jnp.squeeze(score[None], 0)))
+          (query - key)[..., :] > 0, near + (score > 0).astype(score.dtype),
+          table[head, key % 3] * jnp.squeeze(score[None], 0)))
     mod = score_mods.custom(functools.partial(function), np.ones((H, 3), np.float32))
     self.assertEqual(score_mods.apply(mod, np.ones((1, H, 2, 2), np.float32)).shape, (1, H, 2, 2))
+    score_mods.custom(_of_bounds, np.arange(5, dtype=np.float32))
 
 
 if __name__ == "__main__":

@@ -5,16 +5,20 @@
 from typing import Any, Callable, Sequence
 
 import jax
+from jax.extend.core import ClosedJaxpr, Literal
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core import checks
 from attn_core.masks.mask import Array
 
 # Operations that mix the elements of an array, by the beginning of their names.
-_MIXING = ("reduce_", "arg", "cum", "dot_general", "ragged_dot", "conv", "sort", "top_k", "rev",
+_MIXING = ("reduce_", "arg", "cum", "dot_general", "ragged_dot", "conv_", "sort", "top_k", "rev",
            "gather", "scatter", "dynamic_slice", "fft", "reduce")
 # Of those that only change the axes, squeezing and broadcasting keep the elements apart.
 _MOVING = ("transpose", "slice", "concatenate", "pad", "reshape")
+# Operations whose results are not those of their arguments' elements.
+_MAKING = ("iota", "random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
 
 
 def check(function: Callable[..., jax.Array], operands: Sequence[Array]) -> None:
@@ -22,25 +26,35 @@ def check(function: Callable[..., jax.Array], operands: Sequence[Array]) -> None
 
   Raises:
     ValueError: it is not callable, does not take 5 arguments and the operands, captures a traced
-      array, returns another shape or dtype than the scores', or is not elementwise in them, as far
-      as its operations tell.
+      array, returns another shape or dtype than the scores', or is not elementwise in them and in
+      the positions, as far as its operations tell.
   """
   checks.elementwise("function", function, "score, batch, head, query position, key position",
                      len(operands), consequence=", and differentiates it")
-  score = jax.ShapeDtypeStruct((3, 5, 1, 7), jnp.float32)
+  traced, others = (_traced(function, operands, sizes) for sizes in ((3, 5, 7), (4, 6, 9)))
+  mixing = _mixing(traced.jaxpr, [True] + [False] * (len(traced.in_avals) - 1))[1]
+  found = f"applies `{mixing}` to the scores" if mixing else _of_tile(traced, others)
+  if found:
+    raise ValueError(f"custom: function={function!r} {found}; expected an elementwise function: a "
+                     "kernel gives it one tile of the scores at a time")
+
+
+def _traced(function: Callable[..., jax.Array], operands: Sequence[Array],
+            sizes: tuple[int, int, int]) -> ClosedJaxpr:
+  """Returns a function of a tile of scores with so many heads, queries and keys."""
+  heads, queries, keys = sizes
+  score = jax.ShapeDtypeStruct((heads, queries, 1, keys), jnp.float32)
   number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-  given = (score, number(), number(3, 1, 1, 1), number(1, 5, 1, 1), number(1, 1, 1, 7),
-           *(jax.ShapeDtypeStruct(x.shape, score.dtype if jnp.issubdtype(x.dtype, jnp.floating)
-                                  else x.dtype) for x in operands))
+  given = (score, number(), number(heads, 1, 1, 1), number(1, queries, 1, 1),
+           number(1, 1, 1, keys), *(jax.ShapeDtypeStruct(
+               x.shape, score.dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+                                    for x in operands))
   traced, result = jax.make_jaxpr(function, return_shape=True)(*given)
   if not isinstance(result, jax.ShapeDtypeStruct) or (
       result.shape, result.dtype) != (score.shape, score.dtype):
     raise ValueError(f"custom: function={function!r} returned {result} for scores "
                      f"{score}; expected the same shape and dtype: a score mod is elementwise")
-  found = _mixing(traced.jaxpr, [True] + [False] * (len(given) - 1))[1]
-  if found:
-    raise ValueError(f"custom: function={function!r} applies `{found}` to the scores; expected an "
-                     "elementwise function: a kernel gives it one tile of the scores at a time")
+  return traced
 
 
 def _mixing(jaxpr: Any, depends: Sequence[bool]) -> tuple[list[bool], str | None]:
@@ -71,6 +85,56 @@ def _mixing(jaxpr: Any, depends: Sequence[bool]) -> tuple[list[bool], str | None
       return outputs, name
     known.update({id(variable): value for variable, value in zip(equation.outvars, outputs)})
   return [is_dependent(x) for x in jaxpr.outvars], None
+
+
+def _of_tile(one: Any, other: Any) -> str | None:
+  """Returns how a function depends on the tile that it gets; None: in no way that is known.
+
+  Args:
+    one: the function, traced for a tile; axes of a tile are those that differ from `other`'s.
+    other: the function, traced for a tile of other sizes.
+  """
+  consts = (getattr(x, "consts", ()) for x in (one, other))
+  if any(np.shape(x) != np.shape(y) for x, y in zip(*consts)):
+    return "captures an array of the size of a tile"
+  one, other = (getattr(x, "jaxpr", x) for x in (one, other))
+  for equation, match in zip(one.eqns, other.eqns):
+    name = equation.primitive.name
+    if name != match.primitive.name:
+      return None  # the function asks for sizes; what it then does is not compared
+    if any(isinstance(x, Literal) and isinstance(y, Literal) and not np.array_equal(
+        x.val, y.val, equal_nan=True) for x, y in zip(equation.invars, match.invars)):
+      return f"computes with the size of a tile (`{name}`)"
+    differ = lambda x, y: {n for n, sizes in enumerate(zip(x.aval.shape, y.aval.shape))
+                           if sizes[0] != sizes[1]}
+    if name in _MAKING and differ(equation.outvars[0], match.outvars[0]):
+      return f"makes numbers by the place in a tile (`{name}`)"
+    if equation.invars and differ(equation.invars[0], match.invars[0]) & _mixed_axes(equation):
+      return f"applies `{name}` along a tile"
+    pairs = zip(*(filter(_is_jaxpr, jax.tree.leaves(list(x.params.values()), is_leaf=_is_jaxpr))
+                  for x in (equation, match)))
+    found = next(filter(None, (_of_tile(*pair) for pair in pairs)), None)
+    if found:
+      return found
+  return None
+
+
+def _mixed_axes(equation: Any) -> set[int]:
+  """Returns the axes of the first array of an operation along which it mixes elements."""
+  name, given = equation.primitive.name, equation.params
+  if name == "slice":
+    limits = zip(equation.invars[0].aval.shape, given["start_indices"], given["limit_indices"])
+    return {n for n, (size, start, limit) in enumerate(limits) if (start, limit) != (0, size)}
+  if name == "pad":
+    return {n for n, padding in enumerate(given["padding_config"]) if any(padding)}
+  if name == "dot_general":
+    return set(given["dimension_numbers"][0][0])
+  if not name.startswith(_MIXING) and name != "concatenate":
+    return set()
+  for axes in ("axes", "axis", "dimension", "dimensions"):
+    if isinstance(given.get(axes), (int, tuple)):
+      return set(given[axes]) if isinstance(given[axes], tuple) else {given[axes]}
+  return set(range(equation.invars[0].aval.ndim))
 
 
 def _is_jaxpr(x: Any) -> bool:
