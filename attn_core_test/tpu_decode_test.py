@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 import numpy as np
 
-from attn_core import OperationMetadata, attention
+from attn_core import OperationMetadata, attention, explain
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import dense, quantize
-from attn_core.kernels.tpu.ragged import common
-from attn_core.types import cdiv
+from attn_core.kernels.tpu.ragged import common, decode as decode_tpu
+from attn_core.types import BlockSizes, cdiv
 from attn_core_test import decode_cases, sampling, tpu_cases
 from attn_core_test.decode_cases import Case
 from attn_core_test.tpu_interpret import counted, interpreted
@@ -35,7 +35,9 @@ SWEPT = [
     ((16, 1, 128), "bfloat16", "int8", 1), ((8, 4, 256), "bfloat16", "int8", 2),
     ((6, 4, 128), "bfloat16", "int8", 2), ((8, 4, 128), "float32", "int8", 2),
     ((8, 4, 64), "bfloat16", "float8_e4m3fn", 2), ((8, 8, 128), "bfloat16", None, 8),
-    ((8, 4, 128), "bfloat16", "int8", 64)]
+    ((8, 4, 128), "bfloat16", "int8", 64),
+    # The most queries that are not refused; see `RefusalTest`.
+    ((8, 8, 512), "float32", None, 48), ((32, 1, 512), "bfloat16", None, 32)]
 
 
 def decoded(case: Case, operands, cache):
@@ -122,6 +124,43 @@ class InterpretTest(parameterized.TestCase):
     for i in range(2):
       np.testing.assert_array_equal(alone[i][0], both[i][1])
     self.assertFalse(alone[0][1].any())
+
+
+class RefusalTest(parameterized.TestCase):
+
+  def why(self, tokens, heads, width, dtype, latent=None):
+    """Returns why a call is refused, or None; of latent rows if their width is given."""
+    key_heads, group = heads
+    shape = lambda *sizes: jax.ShapeDtypeStruct((8, *sizes), dtype)
+    key = shape(4096, key_heads, width)
+    value = shape(4096, key_heads, 0) if latent else key
+    return decode_tpu.unsupported_memory(shape(tokens, key_heads * group, width), key, value,
+                                         BlockSizes(), (False, latent))
+
+  @parameterized.parameters(
+      (48, (8, 8), 512, "float32"), (32, (32, 1), 512, "bfloat16"),
+      (16, (32, 2), 512, "bfloat16"), (8, (32, 4), 512, "bfloat16"))
+  def test_as_many_queries_as_the_vector_memory_holds(self, most, heads, width, dtype):
+    """The cure of a refusal is taken, and one query more is refused."""
+    for tokens in (most + 1, 64):
+      words = self.why(tokens, heads, width, dtype)
+      self.assertRegex(words, rf"^{tokens} queries of .* bytes of vector memory, of which it has "
+                              rf"{51 * 2**20}: give at most {most} queries at a time$")
+    self.assertIsNone(self.why(most, heads, width, dtype))
+
+  def test_one_query_of_too_many_wide_heads(self):
+    self.assertIsNone(self.why(1, (16, 1), 512, "float32"))
+    self.assertRegex(self.why(1, (32, 1), 512, "float32"), "give fewer or narrower heads$")
+    self.assertIsNone(self.why(1, (1, 128), 640, "bfloat16", 512))
+
+  def test_explain_says_it(self):
+    key = jax.ShapeDtypeStruct((8, 4096, 8, 512), jnp.float32)
+    of = lambda tokens: next(v for v in explain(
+        jax.ShapeDtypeStruct((8, tokens, 64, 512), jnp.float32), key, key, query_offset=0,
+        mechanism="autoregressive_decodeattn", metadata=TPU).verdicts
+        if v.mechanism == "autoregressive_decodeattn" and "tpu" in str(v))
+    self.assertIn("give at most 48 queries at a time", str(of(49)))
+    self.assertNotIn("vector memory", str(of(48)))
 
 
 @unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")

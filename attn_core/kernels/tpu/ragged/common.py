@@ -25,7 +25,8 @@ from attn_core.types import cdiv
 Ref = Any  # a Pallas reference
 Index = Any  # int, or a traced int32
 
-VECTOR_BYTES = 48 * 2**20  # of vector memory for everything
+VECTOR_BYTES = 48 * 2**20  # of vector memory for everything, where blocks are chosen
+MOST_VECTOR_BYTES = 51 * 2**20  # of a call that is not refused; the compiler gets a quarter more
 TILE_KEYS = 256  # keys of a tile, with many rows
 TILE_ROWS = 1024  # rows of a tile
 MOST_TILES = 31  # of a block and a head group: bits of `row_tiles.Kinds`

@@ -149,17 +149,18 @@ def _vector_bytes(layout: KVLayout, query: ShapedArray) -> int:
 def unsupported_memory(query: ShapedArray, key: ShapedArray, value: ShapedArray,
                        block_sizes: BlockSizes, form: tuple[bool, int | None]) -> str | None:
   """Returns why the smallest block does not fit in vector memory, or None; see `_make_layout`."""
-  needed = _vector_bytes(_make_layout(query, key, value, block_sizes, form), query)
-  if needed <= common.VECTOR_BYTES:
-    return None
+  def needed(length: int) -> int:
+    queries = jax.ShapeDtypeStruct((query.shape[0], length, *query.shape[2:]), query.dtype)
+    return _vector_bytes(_make_layout(queries, key, value, block_sizes, form), queries)
+
   length, heads, width = query.shape[1:]
-  layout = _make_layout(query, key, value, block_sizes, form)
-  fitting = next((n for n in range(length - 1, 0, -1) if _vector_bytes(
-      layout, jax.ShapeDtypeStruct((1, n, *query.shape[2:]), query.dtype)
-      ) <= common.VECTOR_BYTES), 0)
+  if needed(length) <= common.MOST_VECTOR_BYTES:
+    return None
+  fitting = next((n for n in range(length - 1, 0, -1) if needed(n) <= common.MOST_VECTOR_BYTES), 0)
   cure = f"at most {fitting} queries at a time" if fitting else "fewer or narrower heads"
   return (f"{length} queries of {heads} heads of {width} numbers: the TPU kernel would need "
-          f"{needed} bytes of vector memory, of which it has {common.VECTOR_BYTES}: give {cure}")
+          f"{needed(length)} bytes of vector memory, of which it has {common.MOST_VECTOR_BYTES}: "
+          f"give {cure}")
 
 
 def _tile(key: ShapedArray, value: ShapedArray) -> int:

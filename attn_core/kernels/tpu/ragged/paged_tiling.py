@@ -26,7 +26,6 @@ MOST_PADDING = (4, 32)
 FEW_QUERIES = 8  # of a request, on average
 MOST_PAGES = 128  # of a key block: a transfer each
 BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and as words
-MOST_VECTOR_BYTES = 51 * 2**20  # of a call that is not refused; the compiler gets a quarter more
 SCALAR_BYTES = 15 * 2**16  # of the 1 MiB of scalar memory, for tables and steps
 DTYPES = ("float32", "bfloat16")
 
@@ -256,12 +255,12 @@ def _vector_reason(operands: PagedOperands, block_sizes: BlockSizes, layout: KVL
     block_q = choose_block_q(operands, sizes, layout, group_size)
     return _vector_bytes(operands, sizes, layout, (block_q, group_size))
 
-  if needed(block_sizes) <= MOST_VECTOR_BYTES:
+  if needed(block_sizes) <= common.MOST_VECTOR_BYTES:
     return None
   fitting = []
   for name in ("block_q", "block_kv"):
     size = getattr(block_sizes, name)
-    while size and needed(block_sizes._replace(**{name: size})) > MOST_VECTOR_BYTES:
+    while size and needed(block_sizes._replace(**{name: size})) > common.MOST_VECTOR_BYTES:
       size //= 2
     fitting += [f"{name} of at most {size}"] if size else []
   given = " and ".join(f"{name} {size}" for name in ("block_q", "block_kv")
@@ -269,7 +268,7 @@ def _vector_reason(operands: PagedOperands, block_sizes: BlockSizes, layout: KVL
   cure = " or ".join(fitting) or "fewer or narrower heads"
   return (f"{'blocks of ' + given if given else 'one query'} with {operands.query.shape[1]} query "
           f"heads: the TPU kernel would need {needed(block_sizes)} bytes of vector memory, of "
-          f"which it has {MOST_VECTOR_BYTES}: give {cure}")
+          f"which it has {common.MOST_VECTOR_BYTES}: give {cure}")
 
 
 def unsupported_mod(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
