@@ -32,6 +32,9 @@ SHAPES = {"several_steps": SEVERAL, "one_step": ONE_STEP, "only_step": ONLY_STEP
 CHANGES = {  # of batch row 0, by argument
     "nothing": {},
     **{f"times_{n}": {"query": lambda x, n=n: x.at[0].multiply(n)} for n in (8, 64, 512, 4096)},
+    # Exact in float32, whose neighbors are far apart there: a maximum must not be rounded below.
+    "logits_of_1e9": {"query": lambda x: x.at[0].set(huge(x.shape[1:], 2**17)),
+                      "key": lambda x: x.at[0].set(huge(x.shape[1:], 2**16))},
     "one_hot_row": {"query": lambda x: x.at[0, 200, 0].multiply(512)},
     "one_hot_head": {"query": lambda x: x.at[0, :, 1].multiply(512)},
     "hot_in_the_last_step": {"key": lambda x: x.at[0, -50:].multiply(512)},
@@ -55,6 +58,12 @@ CHANGES = {  # of batch row 0, by argument
     "a_nan_query": {"query": lambda x: x.at[0, 140].set(np.nan)},
     "nan_and_large": {"query": lambda x: x.at[0].multiply(512),
                       "value": lambda x: x.at[0, 200:].set(np.nan)}}
+
+
+def huge(shape, size):
+  """Returns [tokens, heads, D] with one dimension that is not 0, of few digits."""
+  numbers = size * (1 + jnp.arange(shape[0] * shape[1]).reshape(shape[:2]) % 61 / 128)
+  return jnp.zeros(shape, jnp.bfloat16).at[..., 0].set(numbers.astype(jnp.bfloat16))
 
 
 @functools.cache

@@ -39,6 +39,15 @@ SUM_TOKENS = 64  # that are added at once, of a block
 TRACE = 2.0**-120  # l_i of a row with visible keys is at least this, even where weights underflow
 
 
+def reference_above(x: jax.Array, unit: float) -> jax.Array:
+  """Rounds maxima up until they are whole in `unit`, so that weights round as if relative to 0.
+
+  Of large numbers, rounding would be the larger part: these stay as they are.
+  """
+  rounded = jnp.ceil(x * unit) * (1 / unit)
+  return jnp.where((rounded - x) * unit <= 1, jnp.maximum(rounded, x), x)
+
+
 class SoftmaxForm(NamedTuple):
   """Form of the softmax."""
 
@@ -260,14 +269,14 @@ class ForwardStep(NamedTuple):
     that weights round in the same way.
     """
     unit = self.params.unit
-    rounded_up = lambda m_i: jnp.ceil(m_i * unit) * (1 / unit)
     if self.form.shielded:
       logits = logits + self._nan_of_keys(tile)
     logits = self.params.hide(self.refs, tile, masked, logits, -jnp.inf)
     return online_softmax.update(
         running, logits, functools.partial(self.weigh, tile), exp=lambda x: jnp.exp2(x * unit),
         rounded=self.form.rounded,
-        above=rounded_up if self.form.joins_naive else lambda m_i: m_i, axis=0)
+        above=functools.partial(reference_above, unit=unit) if self.form.joins_naive
+        else lambda m_i: m_i, axis=0)
 
   def _nan_of_keys(self, tile: TileIndex) -> jax.Array:
     """Returns [keys, 1]: NaN where a key or its value is not finite, else 0."""

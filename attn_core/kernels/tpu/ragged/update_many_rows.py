@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from attn_core.kernels.common import online_softmax
 from attn_core.kernels.common.online_softmax import Running
-from attn_core.kernels.tpu.flash.forward_step import NAIVE_TOTALS, TRACE
+from attn_core.kernels.tpu.flash.forward_step import NAIVE_TOTALS, TRACE, reference_above
 from attn_core.kernels.tpu.ragged import common, row_mods, row_tiles, visibility
 from attn_core.kernels.tpu.ragged.common import Index, KernelRefs, TileIndex, TilePart
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
@@ -243,10 +243,7 @@ def _folded_safely(step: _Step, part: TilePart, before: Running, failed: jax.Arr
   # A row without a key has no number yet.
   before = before._replace(m_i=jnp.where(failed & (before.l_i == 0), -jnp.inf, before.m_i))
   def above(x: jax.Array) -> jax.Array:
-    rounded = jnp.ceil(x * unit) * (1 / unit)
-    # Of large numbers, rounding would be the larger part.
-    rounded = jnp.where((rounded - x) * unit <= 1, jnp.maximum(rounded, x), x)
-    return jnp.where(failed, rounded, before.m_i)
+    return jnp.where(failed, reference_above(x, unit), before.m_i)
   after = online_softmax.update(before, logits, lambda x: _weigh(step, part, x),
                                 exp=lambda x: jnp.exp2(x * unit), above=above, axis=0)
   sees = jnp.logical_not(failed) & visibility.sees_any(step.k, step.tile, part, visible)
