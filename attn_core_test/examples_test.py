@@ -3,6 +3,7 @@
 """Every example runs as a newcomer would run it, with small settings."""
 
 import ast
+import importlib
 import os
 import pathlib
 import re
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 
 from attn_core import attention
-from attn_core_test import sampling
+from attn_core_test import optional_deps, sampling
 from attn_core_test.example_files import ROOT, load_example
 
 
@@ -121,6 +122,67 @@ class ExamplesTest(parameterized.TestCase):
     self.assertRegex(printed, r"call 5, \d+ done, \d+ running, \d+ waiting, \d+ pages in use, ")
     self.assertRegex(printed, r"prefixes: [1-9]\d* pages read .*, [1-9]\d* if every")
     return path
+
+
+class FlexTest(parameterized.TestCase):
+  """The examples of `flex.py` against torch: its flex_attention, and gradients of the formulas."""
+
+  def torch_functions(self, name, torch, flex, arrays):
+    """Returns (mask_mod, score_mod or None) of an example."""
+    causal = lambda b, h, q, k: q >= k
+    known = lambda x: torch.tensor(np.asarray(x))
+    documents, prefix, tree = map(known, (flex.DOCUMENTS, flex.PREFIX, flex.ancestors()))
+    row, column = (lambda x: x // flex.WIDTH), (lambda x: x % flex.WIDTH)
+    return {
+        "causal": (causal, None),
+        "sliding window": (lambda b, h, q, k: (q >= k) & (q - k <= 16), None),
+        "prefix LM": (lambda b, h, q, k: (k < prefix[b]) | (q >= k), None),
+        "documents": (lambda b, h, q, k: (q >= k) & (documents[b, q] == documents[b, k]), None),
+        "ALiBi": (causal, lambda x, b, h, q, k: x + arrays[0][h] * (k - q)),
+        "relative bias": (None, lambda x, b, h, q, k: x + arrays[0][
+            torch.clamp(k - q, -8, 8) + 8, h]),
+        "soft cap": (causal, lambda x, b, h, q, k: 2 * torch.tanh(x / 2)),
+        "2-D neighborhood": (lambda b, h, q, k: ((row(q) - row(k)).abs() <= 2) & (
+            (column(q) - column(k)).abs() <= 2), None),
+        "tree": (lambda b, h, q, k: tree[q, k], None),
+        "a function": (None, lambda x, b, h, q, k: torch.where(
+            documents[b, q] == documents[b, k], x, x - arrays[0][h] ** 2)),
+    }[name]
+
+  @parameterized.parameters("causal", "sliding window", "prefix LM", "documents", "ALiBi",
+                            "relative bias", "soft cap", "2-D neighborhood", "tree", "a function")
+  def test_equals_torch(self, name):
+    """In value, and in the gradients of query, key, value and the arrays of the score mod."""
+    torch, _ = optional_deps.torch_and_transformers(self)
+    theirs = importlib.import_module("torch.nn.attention.flex_attention")
+    flex = load_example("flex")
+    example = flex.EXAMPLES[name]
+    self.assertLen(flex.EXAMPLES, 10)
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=shape).astype(np.float32)
+              for shape in ((flex.B, flex.T, flex.H, flex.D),) * 3 + example.shapes]
+    weights = rng.normal(size=arrays[0].shape).astype(np.float32)
+    out, pull = jax.vjp(lambda *arrays: flex.computed(example, *arrays), *arrays)
+    given = [torch.tensor(x, requires_grad=True) for x in arrays]
+    mask_mod, score_mod = self.torch_functions(name, torch, flex, given[3:])
+    query, key, value = (x.transpose(1, 2) for x in given[:3])
+    with torch.no_grad():  # on CPUs it has no backward
+      found = theirs.flex_attention(
+          query.detach(), key.detach(), value.detach(), score_mod=score_mod,
+          block_mask=mask_mod and theirs.create_block_mask(
+              mask_mod, flex.B, flex.H, flex.T, flex.T, device="cpu"))
+    np.testing.assert_allclose(out, found.transpose(1, 2), rtol=1e-5, atol=1e-5)
+    scores = query @ key.transpose(2, 3) * flex.D**-0.5
+    indices = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
+    if score_mod:
+      scores = score_mod(scores, *indices)
+    if mask_mod:
+      scores = scores.masked_fill(~mask_mod(*indices), -torch.inf)
+    written = (scores.softmax(-1) @ value).transpose(1, 2)
+    np.testing.assert_allclose(out, written.detach(), rtol=1e-5, atol=1e-5)
+    wanted = torch.autograd.grad((written * torch.tensor(weights)).sum(), given)
+    for x, y in zip(pull(weights), wanted, strict=True):
+      np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
 class GuessesTest(absltest.TestCase):
