@@ -52,9 +52,10 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   shape = _step_shape(layout, operands.query)
   mask, mask_heads, steps = _make_steps(operands, spec, shape)
   shape = shape._replace(mask_rows=mask.shape[1], mask_heads=mask_heads)
-  # 2. The rows of every step: [batch, key_heads, length, group_size, width] in head groups.
+  # 2. The rows of every step: [batch, key_heads, block_q, group_size, width] in head groups.
   rows = nonfinite.infinite_to_nan(operands.query)
-  rows = rows.reshape(batch, length, key_heads, group_size, width)
+  rows = dense_operands.pad_axis(rows, 1, shape.block_q - length)
+  rows = rows.reshape(batch, shape.block_q, key_heads, group_size, width)
   rows = rows.transpose(0, 2, 1, 3, 4).reshape(batch, shape.head_groups, shape.group_rows, width)
   mods = _mod_inputs(operands, spec, shape) if spec.has_score_mod else None
   logits_spec = common.LogitsSpec(spec.softmax_scale, spec.logits_soft_cap, None, None,
@@ -66,22 +67,27 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       mods), dense_operands.out_dtype(operands, spec))
   # 4. Back to [B, T, H, E], and the sinks.
   def from_rows(x: jax.Array) -> jax.Array:
-    x = x.reshape(batch, key_heads, length, group_size, -1).transpose(0, 2, 1, 3, 4)
-    return x.reshape(batch, length, heads, -1)
+    x = x.reshape(batch, key_heads, shape.block_q, group_size, -1).transpose(0, 2, 1, 3, 4)
+    return x.reshape(batch, shape.block_q, heads, -1)[:, :length]
   sinks = None if operands.sinks is None else operands.sinks[:, None, :, None]
   out, lse = online_softmax.join_sinks(from_rows(out)[..., :spec.latent_width], from_rows(lse),
                                        sinks)
   return Residuals(out, lse[..., 0].swapaxes(1, 2))
 
 
-def _latent_row_groups(rows: int) -> int:
-  """Returns how many groups of equal size `rows` of queries form, each of few rows; 1: they do not.
+def _latent_groups(length: int, heads: int) -> tuple[int, int]:
+  """Returns (T with queries that only pad, groups of equal size of few rows that all rows form).
 
   Latent rows lie in vector memory, and are the operands that stay in the matrix units for one group
-  after the other.
+  after the other; a group of 16 rows takes as long as one of many. (T, 1): all rows are one group.
   """
-  return next((n for n in range(1, rows // SUBLANES + 1) if rows % n == 0
-               and rows // n <= common.FEW_ROWS_LATENT and rows // n % (2 * SUBLANES) == 0), 1)
+  if length * heads > common.FEW_ROWS_LATENT:
+    for padded in range(length, length * 5 // 4 + 1):
+      least = cdiv(padded * heads, common.FEW_ROWS_LATENT)
+      for groups in (least, least + 1):
+        if padded * heads % (groups * 2 * SUBLANES) == 0:
+          return padded, groups
+  return length, 1
 
 
 def _make_layout(query: ShapedArray, key: ShapedArray, value: ShapedArray,
@@ -100,7 +106,8 @@ def _make_layout(query: ShapedArray, key: ShapedArray, value: ShapedArray,
   block_kv = min(block_kv, cdiv(key.shape[1], LANES) * LANES)
   rows = length * heads // key.shape[2]
   if latent_width is not None:
-    rows //= _latent_row_groups(rows)
+    padded, groups = _latent_groups(length, heads)
+    rows = padded * heads // groups
   lanes = cdiv(rows, LANES) * LANES
   block_kv = min(block_kv, max(1, MOST_SCORES // lanes // LANES) * LANES)
   scales = "token" if has_scales else None
@@ -135,7 +142,7 @@ def _within_memory(layout: KVLayout, query: ShapedArray) -> KVLayout:
 def _step_shape(layout: KVLayout, query: ShapedArray) -> common.StepShape:
   """Returns the sizes of a step, without a mask."""
   length, heads = query.shape[1:3]
-  groups = _latent_row_groups(length * heads) if layout.latent else 1
+  length, groups = _latent_groups(length, heads) if layout.latent else (length, 1)
   return common.StepShape(layout, heads // layout.key_heads, length, row_groups=groups)
 
 
@@ -209,6 +216,7 @@ def _make_steps(operands: Operands, spec: AttentionSpec,
   visible = materialize.visible(spec.mask, operands.mask, (batch, heads, length, keys))
   mask_heads = visible.shape[1] > 1
   visible = jnp.broadcast_to(visible, (batch, heads if mask_heads else 1, length, keys))
+  visible = dense_operands.pad_axis(visible, 2, shape.block_q - length)
   # Computed once: XLA would evaluate the mask again for each of its uses.
   visible = lax.optimization_barrier(visible.reshape(batch, -1, keys))
   steps = _stacked_steps(visible.any(1), layout.block_kv)
@@ -253,6 +261,7 @@ def _mod_inputs(operands: Operands, spec: AttentionSpec, shape: common.StepShape
 
   def rows_of(x: jax.Array) -> jax.Array:
     x = jnp.broadcast_to(x, (x.shape[0], heads, length, x.shape[3]))
+    x = dense_operands.pad_axis(x, 2, shape.block_q - length)
     x = x.reshape(x.shape[0], -1, shape.group_size, *x.shape[2:])
     return x.swapaxes(2, 3)
 
