@@ -19,7 +19,8 @@ from attn_core import BlockSizes, MaskInfo, attention, masks
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.kernels.common.contract import RemoteCopy
 from attn_core.kernels.tpu.flash import (
-    backward, call, forward, patterns, scalar_memory, schedule, step_list, tile_loop, tiling)
+    backward, call, forward, forward_step, patterns, scalar_memory, schedule, step_list, tile_loop,
+    tiling)
 from attn_core.masks import block_map, materialize, tile
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test import sampling
@@ -388,6 +389,35 @@ class InterpretedTest(parameterized.TestCase):
       tolerance = 2e-5 if dtype == "float32" else 2e-2
       np.testing.assert_allclose(x, y, rtol=0,
                                  atol=tolerance * max(1, np.abs(y[np.isfinite(y)]).max()))
+
+  @parameterized.parameters((True, {1}, {1, 2}), (False, {2}, {2}))
+  def test_code_of_traced_masks_is_written_for_one_head(self, traced, safe, of_backward):
+    """Checks blocks of a pattern: the safe softmax and the backward. Others loop over strips.
+
+    A block has one tile, so that it has as many strips as its code has heads.
+    """
+    for name in ("BLOCKS", "GROUPED_ROWS"):
+      size = (256, 256, 256) if name == "BLOCKS" else 256
+      self.enter_context(mock.patch.object(
+          tiling, name, dict.fromkeys(getattr(tiling, name), size)))
+    mask = masks.causal()
+    if traced:
+      mask = mask & masks.segments(np.zeros((1, 512), np.int32))
+    case = Case(dict(mask=mask, causal=False), mask, T=512, H=2, D=8, blocks=None, dtype="bfloat16")
+    found = set(), set()
+    fold, issue = forward_step.ForwardStep.fold_block, backward.issue_ahead
+    def fold_block(step, strips):
+      if step.form.safe and not step.form.shielded:
+        found[0].add(len(strips))
+      return fold(step, strips)
+    def issue_ahead(strips, *arguments):
+      found[1].add(len(strips))
+      return issue(strips, *arguments)
+    loss = lambda arrays: case.call(arrays)[0].astype(jnp.float32).sum()
+    with (mock.patch.object(forward_step.ForwardStep, "fold_block", fold_block),
+          mock.patch.object(backward, "issue_ahead", issue_ahead), interpreted()):
+      jax.jit(jax.grad(loss)).lower(case.arrays())
+    self.assertEqual(found, (safe, of_backward))
 
   def test_documents_cut_blocks(self):
     self.documents(4, 500, 256, "float32")

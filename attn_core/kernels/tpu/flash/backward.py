@@ -29,7 +29,7 @@ from attn_core.kernels.tpu.flash import (
     score_tiles, step_list, tile_inputs, tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.tile_inputs import Index, KernelRefs, TileIndex, TokenRange
 from attn_core.kernels.tpu.flash.tile_loop import (
-    KernelParams, Strip, for_each_tile, issue_ahead, make_kernel_params)
+    KernelParams, Strip, for_each_block, head_by_head, issue_ahead, loop, make_kernel_params)
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 Ref = Any  # a Pallas reference
@@ -247,7 +247,10 @@ def _backward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs,
     for tile, masked, products in issue_ahead(strips, step.products, tiling_lib.AHEAD[True]):
       step.add(tile, masked, products, row_blocks)
 
-  for_each_tile(params, grid, kinds, compute)
+  by_pattern = compute
+  if not params.patterns.known:  # whose code is long; the products hide what a loop takes
+    by_pattern = lambda strips: head_by_head(params, strips, compute)
+  for_each_block(params, grid, kinds, by_pattern, lambda: loop(params, grid, kinds, compute))
   of_mods.sums.end_step(refs, of_mods.refs, grid, kinds)
 
   # 3. Write the sums: of keys and values in the last step of their block, of queries in the last

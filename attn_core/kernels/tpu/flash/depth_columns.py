@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from attn_core.kernels.tpu.flash import tile_inputs
 from attn_core.kernels.tpu.flash.schedule import LANES, Tiling, round_up
 from attn_core.kernels.tpu.flash.tile_inputs import (
-    GridIndex, Index, KernelRefs, Ref, TileIndex, TileInputs, TokenRange)
+    GridIndex, Index, KernelRefs, Ref, TileIndex, TileInputs, TokenRange, whole_lanes)
 
 WIDTH = LANES  # of the columns
 BITS = 8  # of the numbers of bfloat16
@@ -85,9 +85,9 @@ class SlopeColumns(NamedTuple):
   def _scratch(self, refs: KernelRefs) -> tuple[Ref, ...]:
     return refs.scratch[self.scratch_start:self.scratch_start + len(self.scratch)]
 
-  def of_queries(self, refs: KernelRefs, head: int, tokens: TokenRange) -> jax.Array:
+  def of_queries(self, refs: KernelRefs, head: Index, tokens: TokenRange) -> jax.Array:
     """Returns bfloat16 [queries, WIDTH]."""
-    start = head * self.tiling.block_q + tokens.start
+    start = whole_lanes(head * self.tiling.block_q + tokens.start)
     return self._scratch(refs)[0][pl.ds(start, tokens.length), :]
 
   def of_keys(self, refs: KernelRefs, tile: TileIndex) -> jax.Array:

@@ -25,7 +25,7 @@ from attn_core.kernels.tpu.flash import (
 from attn_core.kernels.tpu.flash.forward_step import ForwardReaders, ForwardStep, SoftmaxForm
 from attn_core.kernels.tpu.flash.tile_inputs import KernelRefs
 from attn_core.kernels.tpu.flash.tile_loop import (
-    KernelParams, Strip, for_each_block, for_each_tile, loop, make_kernel_params)
+    KernelParams, Strip, for_each_block, for_each_tile, head_by_head, loop, make_kernel_params)
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 Ref = Any  # a Pallas reference
@@ -222,7 +222,10 @@ def _adaptive_step(step: ForwardStep, choice: softmax_choice.SoftmaxChoice, kind
   @pl.when(choice.is_safe)
   def _() -> None:
     uncut = params._replace(patterns=params.patterns.uncut)  # half as much code
-    for_each_block(uncut, grid, kinds, step.safely().fold_block, choice.shield)
+    fold = step.safely().fold_block
+    if not params.patterns.known:  # whose code is long
+      fold = lambda strips: head_by_head(params, strips, step.safely().fold_block)
+    for_each_block(uncut, grid, kinds, fold, choice.shield)
 
   # and tile by tile, if a key or value is not finite or the tiles are of no pattern.
   @pl.when(choice.is_shielded & (kinds != 0))

@@ -121,16 +121,19 @@ class ForwardStep(NamedTuple):
         self._store_numbers(buffer, rows, self.initial(rows))
         self._clear(buffer, rows)
 
-  def all_row_tiles(self, head: int) -> dict[TileKey, Rows]:
+  def all_row_tiles(self, head: Index) -> dict[TileKey, Rows]:
     """Returns the rows of all tiles of a head."""
     return self.params.row_tiles(head, TokenRange(0, self.params.tiling.block_q))
 
   def keep_others(self, strips: list[Strip]) -> None:
-    """Copies the state of rows that no strip changes from before the step to after it."""
+    """Copies the state of rows that no strip changes from before the step to after it.
+
+    They are of the heads of the strips; without strips, of all.
+    """
     if self.source is self.target:
       return
     changed = {key for tile, _ in strips for key in self.params.row_tiles(tile.head, tile.queries)}
-    for head in self.heads:
+    for head in {tile.code_head: tile.head for tile, _ in strips}.values() or self.heads:
       for key, rows in self.all_row_tiles(head).items():
         if key not in changed:
           for ref in self.scratch:
@@ -183,7 +186,7 @@ class ForwardStep(NamedTuple):
     Returns:
       The new state.
     """
-    last = {tile.head: tile for tile, _ in strips}
+    last = {tile.code_head: tile for tile, _ in strips}
     buffers = dict.fromkeys(state, self.source)
     # The queries of a head are prepared once for all of its strips.
     prepared: dict[int, jax.Array] | None = (
@@ -196,8 +199,8 @@ class ForwardStep(NamedTuple):
       numbers = (jnp.split(x, len(tiles), 1) for x in (after.m_i, after.l_i))
       state.update(zip(tiles, zip(*numbers)))
       buffers.update(dict.fromkeys(tiles, self.target))
-      if tile is last[tile.head]:
-        ended(tile.head, state)
+      if tile is last[tile.code_head]:
+        ended(tile.code_head, state)
     return state
 
   def _running(self, tile: TileIndex, tiles: dict[TileKey, Rows], state: TileState,
@@ -221,8 +224,8 @@ class ForwardStep(NamedTuple):
 
     Args:
       tile: which keys and queries.
-      prepared: all queries of the heads so far, to which this adds those of the tile's head, see
-        `fold`; None: only those of the tile are read.
+      prepared: all queries of the heads so far, by `TileIndex.code_head`, to which this adds those
+        of the tile's head, see `fold`; None: only those of the tile are read.
     """
     key = self.params.with_key_columns(
         self.refs, tile, self.readers.key(self.refs, self.params.key_head(tile), tile.keys))
@@ -230,10 +233,10 @@ class ForwardStep(NamedTuple):
     if prepared is None:
       query = self._queries(tile.head, tile.queries)
     else:
-      if tile.head not in prepared:
-        prepared[tile.head] = self._queries(
+      if tile.code_head not in prepared:
+        prepared[tile.code_head] = self._queries(
             tile.head, TokenRange(0, self.params.tiling.block_q))
-      query = prepared[tile.head][start:start + length]
+      query = prepared[tile.code_head][start:start + length]
     return self.params.dot(key, query, ((1,), (1,)))
 
   @property
@@ -248,7 +251,7 @@ class ForwardStep(NamedTuple):
     return (self.form.safe or spec.logits_soft_cap is not None
             or not evaluate.only_adds(spec.score_mod))
 
-  def _queries(self, head: int, tokens: TokenRange) -> jax.Array:
+  def _queries(self, head: Index, tokens: TokenRange) -> jax.Array:
     """Returns queries with their columns, with NaN for infinities if `_prepares_queries`."""
     query = self.readers.query(self.refs, head, tokens)
     query = query + (query - query) if self._prepares_queries else query

@@ -28,6 +28,7 @@ class Patterns(NamedTuple):
   """The values of `Schedule.kinds` that get specialized code, and what others need."""
 
   kinds: tuple[int, ...]  # as uint32; the one with all tiles FULL comes first if it occurs
+  known: bool  # whether the kinds do not depend on arrays that are traced
   complete: bool  # whether these are all values
   # For each of `kinds`, and each tile, a bit for each of `masks.tile.parts` that may hide a pair of
   # it in a block of these kinds. (): all of them may.
@@ -95,7 +96,7 @@ def choose(steps: Schedule, mask: Mask, tiling: Tiling, *, by_keys: bool) -> Pat
   if by_keys and not known:
     # The products of a backward take longer than a mask does, which costs nothing then.
     others = (MASKED,)
-  return Patterns(chosen, is_complete, parts, apart, by_arrays, others, strip_tiles)
+  return Patterns(chosen, known, is_complete, parts, apart, by_arrays, others, strip_tiles)
 
 
 def _parts_of_tiles(pattern: int, mask: Mask, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ class TileIndex(NamedTuple):
   """Queries and keys of one block and one query head that are computed at once."""
 
   grid: GridIndex
-  head: int  # query head, of those of the step
+  head: Index  # query head, of those of the step
   queries: TokenRange
   keys: TokenRange
   # The least and the greatest number of tokens from the first key of the block to its first query,
@@ -69,9 +69,19 @@ class TileIndex(NamedTuple):
   def shape(self) -> tuple[int, int]:
     return self.keys.length, self.queries.length
 
+  @property
+  def code_head(self) -> int:
+    """The head, in code that is written for each; 0 where it is written once, in a loop."""
+    return known_or_0(self.head)
+
+
+def known_or_0(index: Index) -> int:
+  """Returns an index that is known when a kernel is written, or 0."""
+  return index if isinstance(index, int) else 0
+
 
 Reader = Callable[[KernelRefs, TileIndex], Any]  # gives a part of an operand that a tile needs
-TokenReader = Callable[[KernelRefs, int, TokenRange], jax.Array]  # [tokens, D or E] of a head
+TokenReader = Callable[[KernelRefs, Index, TokenRange], jax.Array]  # [tokens, D or E] of a head
 
 
 class TokenBlocks(NamedTuple):
@@ -132,10 +142,10 @@ class TokenBlocks(NamedTuple):
     return tuple(pl.ds(pl.multiple_of(n * size, size) if size > 1 else n, size)
                  for n, size in zip(numbers, self.block_shape))
 
-  def slices(self, head: int, tokens: TokenRange) -> tuple:
+  def slices(self, head: Index, tokens: TokenRange) -> tuple:
     """Returns the index into a block that gives tokens of a head, [tokens, width]."""
     if self.merged_heads:
-      return 0, tokens.slice, pl.ds(head * self.width, self.width)
+      return 0, tokens.slice, pl.ds(whole_lanes(head * self.width), self.width)
     return 0, head, tokens.slice
 
 
@@ -287,6 +297,11 @@ class TileInputs:
     """Adds int32 [B or 1]; returns a reader of the number of a batch row."""
     ref = self.add_scalars(x)
     return lambda refs, tile: ref(refs)[tile.grid.batch if x.shape[0] > 1 else 0]
+
+
+def whole_lanes(start: Index) -> Index:
+  """Says to the compiler that a number of elements is a multiple of LANES."""
+  return start if isinstance(start, int) else pl.multiple_of(start, LANES)
 
 
 def _wide_dtype(x: jax.Array) -> DTypeLike:

@@ -23,7 +23,7 @@ from attn_core.kernels.tpu.flash import (
     call, depth_columns, list_bits, mask_tiles, schedule, score_tiles, tile_inputs)
 from attn_core.kernels.tpu.flash.patterns import MASKED, UNMASKED, Patterns
 from attn_core.kernels.tpu.flash.tile_inputs import (
-    GridIndex, Index, KernelRefs, TileIndex, TokenRange)
+    GridIndex, Index, KernelRefs, TileIndex, TokenRange, known_or_0, whole_lanes)
 from attn_core.masks import block_map
 from attn_core.types import AttentionSpec, Operands
 
@@ -93,25 +93,27 @@ class KernelParams(NamedTuple):
   def rows(self, tile: TileIndex) -> Any:
     """Returns the slice of a tile's queries, of those of all heads of the step."""
     start = tile.head * self.tiling.block_q + tile.queries.start
-    return pl.ds(_whole_lanes(start), tile.queries.length)
+    return pl.ds(whole_lanes(start), tile.queries.length)
 
-  def head_rows(self, head: int) -> Any:
+  def head_rows(self, head: Index) -> Any:
     """Returns the slice of all queries of a head, of those of all heads of the step."""
-    return pl.ds(head * self.tiling.block_q, self.tiling.block_q)
+    return pl.ds(whole_lanes(head * self.tiling.block_q), self.tiling.block_q)
 
-  def row_tiles(self, head: int, queries: TokenRange) -> dict[tuple[int, int], Any]:
+  def row_tiles(self, head: Index, queries: TokenRange) -> dict[tuple[int, int], Any]:
     """Returns {(query head, first query): slice of rows} of the tiles of some queries.
 
-    Where the first query is known in the kernel only, the keys count from it.
+    Where the head or the first query is known in the kernel only, the keys count from it.
     """
     size, first = self.tiling.tile_q, head * self.tiling.block_q + queries.start
-    start = queries.start if isinstance(queries.start, int) else 0
-    return {(head, start + n): pl.ds(_whole_lanes(first + n), size)
+    start, number = known_or_0(queries.start), known_or_0(head)
+    return {(number, start + n): pl.ds(whole_lanes(first + n), size)
             for n in range(0, queries.length, size)}
 
-  def key_head(self, tile: TileIndex) -> int:
+  def key_head(self, tile: TileIndex) -> Index:
     """Returns the key head of a tile, of those of the step."""
-    return tile.head // self.tiling.group
+    if isinstance(tile.head, int):
+      return tile.head // self.tiling.group
+    return lax.div(tile.head, jnp.int32(self.tiling.group))
 
   def dot(self, a: jax.Array, b: jax.Array,
           contract: tuple[tuple[int], tuple[int]] = ((1,), (0,))) -> jax.Array:
@@ -129,7 +131,7 @@ class KernelParams(NamedTuple):
     return key if self.columns is None else jnp.concatenate(
         [key, self.columns.of_keys(refs, tile)], 1)
 
-  def with_query_columns(self, refs: KernelRefs, head: int, tokens: TokenRange,
+  def with_query_columns(self, refs: KernelRefs, head: Index, tokens: TokenRange,
                          query: jax.Array) -> jax.Array:
     """Adds `columns` to queries of a head, [queries, D]."""
     return query if self.columns is None else jnp.concatenate(
@@ -234,6 +236,25 @@ def for_each_block(params: KernelParams, grid: GridIndex, kinds: jax.Array,
     pl.when(jnp.logical_not(functools.reduce(jnp.logical_or, known, kinds == 0)))(otherwise)
 
 
+def head_by_head(params: KernelParams, strips: list[Strip],
+                 compute: Callable[[list[Strip]], None]) -> None:
+  """Runs `compute` on the strips of one head after another; its code is written once for all.
+
+  Args:
+    params: of the kernel.
+    strips: the same for each head.
+    compute: takes the strips of one head.
+  """
+  if params.tiling.query_heads == 1:
+    compute(strips)
+    return
+  of_one = [(tile, masked) for tile, masked in strips if tile.head == 0]
+
+  @pl.loop(0, params.tiling.query_heads)
+  def _(head: jax.Array) -> None:
+    compute([(tile._replace(head=head), masked) for tile, masked in of_one])
+
+
 def loop(params: KernelParams, grid: GridIndex, kinds: jax.Array,
          compute: Callable[[list[Strip]], None], *, always_masked: bool = False) -> None:
   """Runs `compute` on one visible strip after another, of any kinds.
@@ -253,18 +274,13 @@ def loop(params: KernelParams, grid: GridIndex, kinds: jax.Array,
     c = lax.div(n, jnp.int32(number)) if number > 1 else n
     t = (n - c * number) * width if number > 1 else 0
     found = _strip_kinds(kinds >> 2 * (tiling.tiles_q * c + t), width)
-    queries = TokenRange(_whole_lanes(t * tiling.tile_q), width * tiling.tile_q)
-    keys = TokenRange(_whole_lanes(c * tiling.tile_kv), tiling.tile_kv)
+    queries = TokenRange(whole_lanes(t * tiling.tile_q), width * tiling.tile_q)
+    keys = TokenRange(whole_lanes(c * tiling.tile_kv), tiling.tile_kv)
     for masked in cases:
       @pl.when(found.any if cases == (MASKED,) else found.is_case(masked))
       def _(masked: int = masked) -> None:
         compute([(TileIndex(grid, head, queries, keys), masked)
                  for head in range(tiling.query_heads)])
-
-
-def _whole_lanes(start: Index) -> Index:
-  """Says to the compiler that a number of tokens is a multiple of LANES."""
-  return start if isinstance(start, int) else pl.multiple_of(start, schedule.LANES)
 
 
 class _StripKinds(NamedTuple):
