@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.kernels.gpu import wgmma
-from attn_core.kernels.gpu.flash import kernel_params, score_tiles
+from attn_core.kernels.gpu.flash import kernel_params, score_tiles, tiling as tiling_lib
 from attn_core.kernels.gpu.flash.block_list import BlockList, RowBlocks
 from attn_core.kernels.gpu.flash.logits import Slopes
 from attn_core.kernels.gpu.flash.tile_inputs import TileInputs
@@ -52,6 +52,15 @@ class BackwardParams(kernel_params.KernelParams):
     return (spec.logits_soft_cap is not None or self.has_dropout
             or not evaluate.only_adds(spec.score_mod))
 
+  @property
+  def reads_late(self) -> bool:
+    """Whether what a score mod reads is loaded after the scores are computed.
+
+    Before that it would take registers that wide sums of d_query do not leave.
+    """
+    return (not self.tiling.by_keys and self.tiling.width > tiling_lib.WIDE
+            and not evaluate.only_adds(self.loader.spec.score_mod))
+
   def masked(self, row: RowBlocks, n: jax.Array) -> jax.Array | bool:
     """Returns whether the n-th block of a row needs the mask; a bool if the same for all."""
     if not (self.any_full and self.any_partial):
@@ -69,8 +78,11 @@ class BackwardParams(kernel_params.KernelParams):
       masked: as `masked` returns it.
       by: of the slopes; see `score_tiles.apply`.
     """
-    x, slopes = self.logits.compute(
-        tile_inputs, tile() if self.logits.reads_tile else None, scores, False, by)
+    at = tile() if self.logits.reads_tile else None
+    if at is not None and self.reads_late:
+      scores, *place = lax.optimization_barrier((scores, at.batch, at.head, at.query, at.key))
+      at = Tile(*place, *at[4:])
+    x, slopes = self.logits.compute(tile_inputs, at, scores, False, by)
     if masked is not False:
       hide = lambda x: jnp.where(self.loader.visible(tile_inputs, tile()), x, -jnp.inf)
       x = hide(x) if masked is True else lax.cond(masked, hide, lambda x: x, x)

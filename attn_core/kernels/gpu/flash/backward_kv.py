@@ -331,7 +331,7 @@ def _sum_values(compute: _ConsumerWarpgroup, _: Ref, d_value: Ref) -> None:
   scratch = compute.scratch
   compute.fetch(compute.arrays.key, scratch.k_smem, scratch.k_barriers)
   compute.fetch(compute.arrays.value, scratch.v_smem, scratch.v_barriers)
-  plgpu.barrier_wait(scratch.k_barriers.at[0])
+  plgpu.barrier_wait(scratch.k_barriers.at[compute.part])
 
   def sum_over_queries(total: Ref) -> None:
     def of_step(step: Step) -> None:
@@ -354,7 +354,7 @@ def _sum_values(compute: _ConsumerWarpgroup, _: Ref, d_value: Ref) -> None:
 
   total, = compute.sum_up(sum_over_queries, 1)
   # The other warpgroup has read the values: it has consumed all of P.
-  plgpu.barrier_wait(scratch.v_barriers.at[0])
+  plgpu.barrier_wait(scratch.v_barriers.at[compute.part])
   compute.write(total * compute.value_scale, scratch.v_smem, d_value)
   plgpu.wait_smem_to_gmem(0)
 
@@ -362,7 +362,7 @@ def _sum_values(compute: _ConsumerWarpgroup, _: Ref, d_value: Ref) -> None:
 def _sum_keys(compute: _ConsumerWarpgroup, d_key: Ref, _: Ref) -> None:
   """Work of the second of two warpgroups that share their keys: dS, and dS^T Q."""
   scratch = compute.scratch
-  plgpu.barrier_wait(scratch.v_barriers.at[0])
+  plgpu.barrier_wait(scratch.v_barriers.at[compute.part])
 
   def sum_over_queries(total: Ref) -> None:
     def of_step(step: Step) -> None:
@@ -383,6 +383,6 @@ def _sum_keys(compute: _ConsumerWarpgroup, d_key: Ref, _: Ref) -> None:
 
   total, = compute.sum_up(sum_over_queries, 0)
   # The other warpgroup has read the keys: it has passed all of P on.
-  plgpu.barrier_wait(scratch.k_barriers.at[0])
+  plgpu.barrier_wait(scratch.k_barriers.at[compute.part])
   compute.write(total, scratch.k_smem, d_key)
   plgpu.wait_smem_to_gmem(0)
