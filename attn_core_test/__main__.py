@@ -137,7 +137,9 @@ class Starters:
                          "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                          "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
                          # Filtering costs milliseconds an error, and tests raise thousands.
-                         "JAX_TRACEBACK_FILTERING": "off", **os.environ,
+                         "JAX_TRACEBACK_FILTERING": "off",
+                         # Threads of numpy's that wait for a product spin on the other job's core.
+                         "OPENBLAS_NUM_THREADS": "1", **os.environ,
                          sampling.VARIABLE: "" if rotation is None else str(rotation),
                          sampling.AGAIN: "1" if again else ""}
     self._environment.pop("XML_OUTPUT_FILE", None)  # Bazel's, for the results of one module
