@@ -80,8 +80,9 @@ class BackwardParams(kernel_params.KernelParams):
     """
     at = tile() if self.logits.reads_tile else None
     if at is not None and self.reads_late:
-      scores, *place = lax.optimization_barrier((scores, at.batch, at.head, at.query, at.key))
-      at = Tile(*place, *at[4:])
+      scores, batch, head, query, key = lax.optimization_barrier(
+          (scores, at.batch, at.head, at.query, at.key))
+      at = at._replace(batch=batch, head=head, query=query, key=key)
     x, slopes = self.logits.compute(tile_inputs, at, scores, False, by)
     if masked is not False:
       hide = lambda x: jnp.where(self.loader.visible(tile_inputs, tile()), x, -jnp.inf)
