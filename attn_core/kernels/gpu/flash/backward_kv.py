@@ -353,7 +353,8 @@ def _sum_values(compute: _ConsumerWarpgroup, _: Ref, d_value: Ref) -> None:
     drain(scratch.p_consumed_barriers, tiling_lib.P_STAGES, number)
 
   total, = compute.sum_up(sum_over_queries, 1)
-  # The other warpgroup has read the values: it has consumed all of P.
+  # The other warpgroup has read the values: it has consumed all of P. With a constant index, the
+  # address of the barrier would be kept through the loop.
   plgpu.barrier_wait(scratch.v_barriers.at[compute.part])
   compute.write(total * compute.value_scale, scratch.v_smem, d_value)
   plgpu.wait_smem_to_gmem(0)
