@@ -145,15 +145,35 @@ OF_TILE = (
      "captures an array of the size of a tile"),
     ("size", lambda x, b, h, q, k: x / x.shape[-1], "computes with the size of a tile"),
     ("noise", lambda x, b, h, q, k: x + jax.random.normal(jax.random.key(0), x.shape),
-     "by the place in a tile .`random_bits`"))
+     "by the place in a tile .`random_bits`"),
+    ("keys", lambda x, b, h, q, k: x + jax.vmap(jax.random.normal)(
+        jax.random.split(jax.random.key(0), x.shape[-1])), "`random_split`"),
+    ("split", lambda x, b, h, q, k: x + jnp.split(k, [1], 3)[0], "applies `.*` along a tile"),
+    ("every_other", lambda x, b, h, q, k: x + jnp.repeat(k[..., ::2], 2, 3)[..., :1],
+     "applies `.*` along a tile"),
+    ("counted", lambda x, b, h, q, k: x + jnp.bincount(k.reshape(-1), length=8)[k % 8],
+     "applies `scatter.*` along a tile"),
+    ("first_heads", lambda x, b, h, q, k: x + jnp.arange(9.)[:x.shape[0]].reshape(-1, 1, 1, 1),
+     "applies `.*` by the size of a tile"),
+    ("power", lambda x, b, h, q, k: x**x.shape[-1], "size of a tile .`integer_pow`"),
+    ("repeated", lambda x, b, h, q, k: jax.lax.fori_loop(0, x.shape[-1], lambda n, x: 2 * x, x),
+     "applies `scan` along a tile"),
+    ("replaced", lambda x, b, h, q, k: x + jax.lax.dynamic_update_slice(
+        k, jnp.zeros((1, 1, 1, 1), k.dtype), (0, 0, 0, 0)),
+     "applies `dynamic_update_slice` along a tile"))
 
 
 def _of_bounds(score, batch, head, query, key, bounds):
-  """Returns scores by look-ups in sorted numbers, sums over axes of its own, and a loop."""
+  """Returns scores by look-ups in sorted numbers, sums over axes of its own, noise, and a loop."""
   bucket = jnp.searchsorted(bounds, (query - key).astype(bounds.dtype))
   powers = jax.vmap(lambda n: jnp.sin(n * bounds).sum())(jnp.arange(3, dtype=bounds.dtype))
   near = (jax.nn.one_hot(bucket, 4) * bounds[:4] * jnp.arange(4)).sum(-1)
   line = jnp.interp((key - query).astype(score.dtype), bounds, jnp.flip(bounds))
+  rows = jnp.stack([bounds, jnp.flip(bounds)])[head % 2]
+  found = jnp.take_along_axis(rows, bucket.clip(0, 4)[..., None], -1)[..., 0] + rows[..., batch]
+  noise = jnp.vectorize(lambda n: jax.random.uniform(jax.random.fold_in(jax.random.key(0), n)))
+  median = jnp.median(rows, -1) + jnp.argsort(rows, -1)[..., 0]
+  line += jax.lax.reduce_precision(found + noise(query - key) + median, 8, 7)
   return jax.lax.fori_loop(0, 3, lambda n, x: x + powers[n] * near, score) * line
 
 

@@ -314,8 +314,8 @@ class InterpretedTest(parameterized.TestCase):
   def compare(self, case, num_groups=scalar_memory.num_groups):
     """Compares values and gradients; returns (grid steps, steps with a body) of both kernels."""
     counts, original = {}, tile_loop.for_each_block
-    def counting(name, run):
-      def for_each_tile(params, grid, kinds, compute):
+    def counting(name):
+      def for_each_block(params, grid, kinds, compute, otherwise):
         count = lambda what: jax.debug.callback(
             lambda: counts.__setitem__((name, what), counts.get((name, what), 0) + 1))
         def counted(body):
@@ -324,11 +324,8 @@ class InterpretedTest(parameterized.TestCase):
             body(*strips)
           return run_body
         count("steps")
-        for_each_block = lambda params, grid, kinds, compute, otherwise: original(
-            params, grid, kinds, counted(compute), counted(otherwise))
-        with mock.patch.object(tile_loop, "for_each_block", for_each_block):
-          run(params, grid, kinds, compute)
-      return for_each_tile
+        original(params, grid, kinds, counted(compute), counted(otherwise))
+      return for_each_block
 
     def everything(run):
       def loss(arrays):
@@ -339,9 +336,8 @@ class InterpretedTest(parameterized.TestCase):
     arrays = case.arrays()
     expected = everything(case.oracle)(arrays)
     with (interpreted(), mock.patch.object(scalar_memory, "num_groups", num_groups),
-          mock.patch.object(forward, "for_each_tile", counting("forward", forward.for_each_tile)),
-          mock.patch.object(backward, "for_each_tile",
-                            counting("backward", backward.for_each_tile))):
+          mock.patch.object(tile_loop, "for_each_block", counting("forward")),
+          mock.patch.object(backward, "for_each_block", counting("backward"))):
       found = jax.block_until_ready(everything(case.call)(arrays))
       jax.effects_barrier()
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

@@ -32,7 +32,7 @@ SHAPES = {"several_steps": SEVERAL, "one_step": ONE_STEP, "only_step": ONLY_STEP
 CHANGES = {  # of batch row 0, by argument
     "nothing": {},
     **{f"times_{n}": {"query": lambda x, n=n: x.at[0].multiply(n)} for n in (8, 64, 512, 4096)},
-    # Exact in float32, whose neighbors are far apart there: a maximum must not be rounded below.
+    # Exact in float32, whose neighbors are far apart there: a maximum must stay near itself.
     "logits_of_1e9": {"query": lambda x: x.at[0].set(huge(x.shape[1:], 2**17)),
                       "key": lambda x: x.at[0].set(huge(x.shape[1:], 2**16))},
     "one_hot_row": {"query": lambda x: x.at[0, 200, 0].multiply(512)},

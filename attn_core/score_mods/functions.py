@@ -14,11 +14,11 @@ from attn_core.masks.mask import Array
 
 # Operations that mix the elements of an array, by the beginning of their names.
 _MIXING = ("reduce_", "arg", "cum", "dot_general", "ragged_dot", "conv_", "sort", "top_k", "rev",
-           "gather", "scatter", "dynamic_slice", "fft", "reduce")
+           "gather", "scatter", "dynamic_", "fft", "split", "unstack", "reduce")
 # Of those that only change the axes, squeezing and broadcasting keep the elements apart.
 _MOVING = ("transpose", "slice", "concatenate", "pad", "reshape")
-# Operations whose results are not those of their arguments' elements.
-_MAKING = ("iota", "random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
+# Operations that make as many random numbers as their parameter "shape" says, for each key.
+_RANDOM = ("random_bits", "random_split", "rng_bit_generator", "rng_uniform")
 
 
 def check(function: Callable[..., jax.Array], operands: Sequence[Array]) -> None:
@@ -81,10 +81,14 @@ def _mixing(jaxpr: Any, depends: Sequence[bool]) -> tuple[list[bool], str | None
         outputs, found = _mixing(body, inputs)
         if found:
           return outputs, found
-    elif any(inputs) and (name.startswith(_MIXING) or name in _MOVING):
+    elif any(inputs) and (_is_mixing(name) or name in _MOVING):
       return outputs, name
     known.update({id(variable): value for variable, value in zip(equation.outvars, outputs)})
   return [is_dependent(x) for x in jaxpr.outvars], None
+
+
+def _is_mixing(name: str) -> bool:
+  return name.startswith(_MIXING) and name != "reduce_precision"
 
 
 def _of_tile(one: Any, other: Any) -> str | None:
@@ -99,42 +103,73 @@ def _of_tile(one: Any, other: Any) -> str | None:
     return "captures an array of the size of a tile"
   one, other = (getattr(x, "jaxpr", x) for x in (one, other))
   for equation, match in zip(one.eqns, other.eqns):
-    name = equation.primitive.name
-    if name != match.primitive.name:
+    if equation.primitive is not match.primitive:
       return None  # the function asks for sizes; what it then does is not compared
-    if any(isinstance(x, Literal) and isinstance(y, Literal) and not np.array_equal(
-        x.val, y.val, equal_nan=True) for x, y in zip(equation.invars, match.invars)):
-      return f"computes with the size of a tile (`{name}`)"
-    differ = lambda x, y: {n for n, sizes in enumerate(zip(x.aval.shape, y.aval.shape))
-                           if sizes[0] != sizes[1]}
-    if name in _MAKING and differ(equation.outvars[0], match.outvars[0]):
-      return f"makes numbers by the place in a tile (`{name}`)"
-    if equation.invars and differ(equation.invars[0], match.invars[0]) & _mixed_axes(equation):
-      return f"applies `{name}` along a tile"
+    found = _of_tile_in(equation, match)
     pairs = zip(*(filter(_is_jaxpr, jax.tree.leaves(list(x.params.values()), is_leaf=_is_jaxpr))
                   for x in (equation, match)))
-    found = next(filter(None, (_of_tile(*pair) for pair in pairs)), None)
+    found = found or next(filter(None, (_of_tile(*pair) for pair in pairs)), None)
     if found:
       return found
   return None
 
 
+def _of_tile_in(equation: Any, match: Any) -> str | None:
+  """Returns how an operation depends on the tile; see `_of_tile`."""
+  name, given, others = equation.primitive.name, equation.params, match.params
+  axes = [_differing(x, y) for x, y in zip(equation.invars, match.invars)]
+  made = set().union(*map(_differing, equation.outvars, match.outvars))
+  # jnp computes with literals alone where it counts indices from the end.
+  if not all(isinstance(x, Literal) for x in equation.invars) and any(
+      isinstance(x, Literal) and isinstance(y, Literal) and not np.array_equal(
+          x.val, y.val, equal_nan=True) for x, y in zip(equation.invars, match.invars)):
+    return f"computes with the size of a tile (`{name}`)"
+  if name == "integer_pow" and given["y"] != others["y"]:
+    return f"computes with the size of a tile (`{name}`)"
+  if name == "iota" and given["dimension"] in made or (
+      name in _RANDOM and given.get("shape") != others.get("shape")):
+    return f"makes numbers by the place in a tile (`{name}`)"
+  if name in ("slice", "dynamic_slice", "pad") and made and not axes[0]:
+    return f"applies `{name}` by the size of a tile"
+  if name == "scan" and given["length"] != others["length"] and _carries(equation) or (
+      name.startswith("scatter") and any(axes)) or axes and axes[0] & _mixed_axes(equation):
+    return f"applies `{name}` along a tile"
+  return None
+
+
+def _carries(scan: Any) -> bool:
+  """Returns whether a step of a scan gets results of the one before: results without its axis."""
+  return any(x.aval.ndim == y.aval.ndim
+             for x, y in zip(scan.params["jaxpr"].jaxpr.outvars, scan.outvars))
+
+
+def _differing(x: Any, y: Any) -> set[int]:
+  """Returns the axes whose sizes differ in two traces."""
+  return {n for n, sizes in enumerate(zip(x.aval.shape, y.aval.shape)) if sizes[0] != sizes[1]}
+
+
 def _mixed_axes(equation: Any) -> set[int]:
   """Returns the axes of the first array of an operation along which it mixes elements."""
-  name, given = equation.primitive.name, equation.params
+  name, given, shape = equation.primitive.name, equation.params, equation.invars[0].aval.shape
   if name == "slice":
-    limits = zip(equation.invars[0].aval.shape, given["start_indices"], given["limit_indices"])
-    return {n for n, (size, start, limit) in enumerate(limits) if (start, limit) != (0, size)}
+    limits = zip(shape, given["start_indices"], given["limit_indices"],
+                 given["strides"] or (1,) * len(shape))
+    return {n for n, (size, *limit) in enumerate(limits) if limit != [0, size, 1]}
   if name == "pad":
     return {n for n, padding in enumerate(given["padding_config"]) if any(padding)}
   if name == "dot_general":
     return set(given["dimension_numbers"][0][0])
-  if not name.startswith(_MIXING) and name != "concatenate":
+  if name == "gather":
+    return set(given["dimension_numbers"].start_index_map)
+  if name in ("dynamic_slice", "dynamic_update_slice"):
+    sizes = given["slice_sizes"] if name == "dynamic_slice" else equation.invars[1].aval.shape
+    return {n for n, size in enumerate(shape) if sizes[n] != size}
+  if not _is_mixing(name) and name != "concatenate":
     return set()
   for axes in ("axes", "axis", "dimension", "dimensions"):
     if isinstance(given.get(axes), (int, tuple)):
       return set(given[axes]) if isinstance(given[axes], tuple) else {given[axes]}
-  return set(range(equation.invars[0].aval.ndim))
+  return set(range(len(shape)))
 
 
 def _is_jaxpr(x: Any) -> bool:

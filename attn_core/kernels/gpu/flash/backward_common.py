@@ -56,7 +56,8 @@ class BackwardParams(kernel_params.KernelParams):
   def reads_late(self) -> bool:
     """Whether what a score mod reads is loaded after the scores are computed.
 
-    Before that it would take registers that wide sums of d_query do not leave.
+    Before that it would take registers that wide blocks do not leave where a step sums d_query, or
+    computes the cotangent of a bias.
     """
     return (not self.tiling.by_keys and self.tiling.width > tiling_lib.WIDE
             and not evaluate.only_adds(self.loader.spec.score_mod))

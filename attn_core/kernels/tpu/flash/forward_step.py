@@ -27,7 +27,7 @@ from attn_core.score_mods import evaluate
 
 Ref = Any  # a Pallas reference
 Rows = Any  # a slice of Pallas: rows of the state of a step
-TileKey = tuple[int, int]  # (query head, first query) of a tile
+TileKey = tuple[int, int]  # (`TileIndex.code_head`, first query or 0) of a tile
 TileState = dict[TileKey, tuple[jax.Array, jax.Array]]  # m_i, l_i: float32 [1, queries] each
 
 # The range of l_i for which a naive softmax is as accurate as a safe one: below it, weights that
@@ -268,8 +268,8 @@ class ForwardStep(NamedTuple):
                    running: online_softmax.Running | None) -> online_softmax.Running:
     """Folds in one strip relative to the maximum.
 
-    If other keys are of a naive softmax, the maximum is rounded up to a whole power of two, so
-    that weights round in the same way.
+    If other keys are of a naive softmax, the number used for the maximum is that of
+    `reference_above`.
     """
     unit = self.params.unit
     if self.form.shielded:

@@ -235,7 +235,7 @@ def _folded(step: _Step, part: TilePart, scores: jax.Array, before: Running,
 def _folded_safely(step: _Step, part: TilePart, before: Running, failed: jax.Array) -> Running:
   """Folds in one tile, relative to the maximum for rows that failed, as `_folded` for others.
 
-  The maximum is rounded up to a whole power of two, so that weights round in the same way.
+  The number used for the maximum is that of `reference_above`.
   """
   unit = step.k.spec.unit
   visible = visibility.visible(step.k, step.tile, step.group, axis=0, part=part)
