@@ -73,8 +73,7 @@ def _mixing(jaxpr: Any, depends: Sequence[bool]) -> tuple[list[bool], str | None
     inputs = [is_dependent(x) for x in equation.invars]
     outputs = [any(inputs)] * len(equation.outvars)
     name = equation.primitive.name
-    inner = [x for x in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
-             if _is_jaxpr(x)]
+    inner = _inner(equation)
     if any(inputs) and len(inner) == 1:
       body = getattr(inner[0], "jaxpr", inner[0])
       if len(body.invars) == len(inputs):
@@ -105,10 +104,8 @@ def _of_tile(one: Any, other: Any) -> str | None:
   for equation, match in zip(one.eqns, other.eqns):
     if equation.primitive is not match.primitive:
       return None  # the function asks for sizes; what it then does is not compared
-    found = _of_tile_in(equation, match)
-    pairs = zip(*(filter(_is_jaxpr, jax.tree.leaves(list(x.params.values()), is_leaf=_is_jaxpr))
-                  for x in (equation, match)))
-    found = found or next(filter(None, (_of_tile(*pair) for pair in pairs)), None)
+    found = _of_tile_in(equation, match) or next(
+        filter(None, map(_of_tile, _inner(equation), _inner(match))), None)
     if found:
       return found
   return None
@@ -170,6 +167,12 @@ def _mixed_axes(equation: Any) -> set[int]:
     if isinstance(given.get(axes), (int, tuple)):
       return set(given[axes]) if isinstance(given[axes], tuple) else {given[axes]}
   return set(range(len(shape)))
+
+
+def _inner(equation: Any) -> list[Any]:
+  """Returns the functions that an operation runs, such as the branches of a `lax.cond`."""
+  return [x for x in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
+          if _is_jaxpr(x)]
 
 
 def _is_jaxpr(x: Any) -> bool:

@@ -247,10 +247,9 @@ def _backward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs,
     for tile, masked, products in issue_ahead(strips, step.products, tiling_lib.AHEAD[True]):
       step.add(tile, masked, products, row_blocks)
 
-  by_pattern = compute
-  if not params.patterns.known:  # whose code is long; the products hide what a loop takes
-    by_pattern = lambda strips: head_by_head(params, strips, compute)
-  for_each_block(params, grid, kinds, by_pattern, lambda: loop(params, grid, kinds, compute))
+  # The products hide what a loop over heads takes.
+  for_each_block(params, grid, kinds, lambda strips: head_by_head(params, strips, compute),
+                 lambda: loop(params, grid, kinds, compute))
   of_mods.sums.end_step(refs, of_mods.refs, grid, kinds)
 
   # 3. Write the sums: of keys and values in the last step of their block, of queries in the last

@@ -223,9 +223,8 @@ def _adaptive_step(step: ForwardStep, choice: softmax_choice.SoftmaxChoice, kind
   def _() -> None:
     uncut = params._replace(patterns=params.patterns.uncut)  # half as much code
     fold = step.safely().fold_block
-    if not params.patterns.known:  # whose code is long
-      fold = lambda strips: head_by_head(params, strips, step.safely().fold_block)
-    for_each_block(uncut, grid, kinds, fold, choice.shield)
+    for_each_block(uncut, grid, kinds, lambda strips: head_by_head(params, strips, fold),
+                   choice.shield)
 
   # and tile by tile, if a key or value is not finite or the tiles are of no pattern.
   @pl.when(choice.is_shielded & (kinds != 0))

@@ -238,14 +238,16 @@ def for_each_block(params: KernelParams, grid: GridIndex, kinds: jax.Array,
 
 def head_by_head(params: KernelParams, strips: list[Strip],
                  compute: Callable[[list[Strip]], None]) -> None:
-  """Runs `compute` on the strips of one head after another; its code is written once for all.
+  """Runs `compute` on the strips of one head after another where the patterns depend on arrays.
+
+  Its code, which is long then, is written once for all heads. Otherwise it gets all strips at once.
 
   Args:
     params: of the kernel.
     strips: the same for each head.
-    compute: takes the strips of one head.
+    compute: takes the strips of one head, or of all.
   """
-  if params.tiling.query_heads == 1:
+  if params.patterns.known or params.tiling.query_heads == 1:
     compute(strips)
     return
   of_one = [(tile, masked) for tile, masked in strips if tile.head == 0]
