@@ -3,7 +3,8 @@
 """Random calls of `attention` by shapes, each with the choices that made it."""
 
 import contextlib
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Iterator, NamedTuple, Sequence
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 from attn_core import (BlockSizes, CacheMetadata, Heads, LatentOptions, MaskInfo, OperationMetadata,
                        PagesMetadata, PagesV1, PagesV2, PagesV3, RingConfig, caches, masks,
                        score_mods)
-from attn_core.caches import pages
+from attn_core.caches import device_parts, pages
 from attn_core.caches.paged import request_groups
 
 AXES = ("dp", "fsdp", "ep", "tp", "sp")
@@ -127,11 +128,17 @@ def make(seed: int) -> RandomCall:
   of_latents = {14: latent_call, 30: latent_call, 6: latent_pages_call, 12: latent_pages_call,
                 26: latent_pages_call}
   make_call = paged_call if over_pages else of_latents.get(seed % 32, dense_call)
-  with jax.enable_x64(x64):
+  with jax.enable_x64(x64), mock.patch.object(device_parts, "full", _full):
     operands, arguments = make_call(sample, dtype)
     if make_call in (dense_call, paged_call):
       arguments.update(_score_mod(sample, seed, arguments))
   return RandomCall(operands, arguments, sample.mesh, x64, tuple(sample.choices))
+
+
+def _full(shape: Sequence[int], number: float, dtype: Any, sharding: None) -> jax.Array:
+  """Creates an array of a cache as `device_parts.full` does, without compiling a program for it."""
+  assert sharding is None, sharding
+  return jnp.asarray(np.full(shape, number, dtype))
 
 
 def dense_call(sample: Sample, dtype: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -117,7 +117,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   if operands.query.dtype == jnp.float16:
     d_scores, scale = d_scores * jnp.asarray(scale, weights.dtype), 1.0
   # Sums of few numbers do not average their rounding.
-  if max(d_scores.shape[1:]) > FEW or not are_known(*d_scores.shape[1:]):
+  if not are_known(*d_scores.shape[1:]) or max(d_scores.shape[1:]) > FEW:
     # Rounding by operations on the bits starts threads.
     small = cpu_math.is_small(d_scores) and operands.query.dtype != jnp.float16
     d_scores = (inputs.narrow(d_scores) if small

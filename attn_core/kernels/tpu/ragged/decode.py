@@ -161,6 +161,8 @@ def unsupported_memory(query: ShapedArray, key: ShapedArray, value: ShapedArray,
     return _vector_bytes(_make_layout(queries, key, value, block_sizes, form), queries)
 
   length, heads, width = query.shape[1:]
+  if not (length and key.shape[1]):
+    return None  # no kernel runs
   if needed(length) <= common.MOST_VECTOR_BYTES:
     return None
   fitting = next((n for n in range(length - 1, 0, -1) if needed(n) <= common.MOST_VECTOR_BYTES), 0)
