@@ -25,7 +25,17 @@ from attn_core_test import sampling
 
 DECODERS = sampling.names(tpu_decode_programs.CONTENDERS, (
     tpu_decode_programs.WRITES, tpu_decode_programs.JAX_PAGED))
+RESULTS = pathlib.Path(__file__).parent / "results"
 SMALL = Case("small", 1, 1, 1, 128, 128, 512, 512, dtype="bfloat16")
+
+
+def result_of(entry):
+  """Returns the result that `static_tpu.to_json` wrote as `entry`."""
+  program = dict(entry["program"])
+  case = {key: tuple(x) if isinstance(x, list) else x for key, x in program["case"].items()}
+  program |= {"case": Case(**case), "blocks": tuple(program["blocks"])}
+  kind = static_profile.Failure if "reason" in entry else static_profile.Static
+  return kind(**{**entry, "program": tpu_programs.Program(**program)})
 
 
 class ComputedTest(parameterized.TestCase):
@@ -87,7 +97,7 @@ class ComputedTest(parameterized.TestCase):
     np.testing.assert_array_equal(steps.columns, [[0, 1, 2, 3]])
 
 
-class ReadingTest(absltest.TestCase):
+class ReadingTest(parameterized.TestCase):
 
   def test_innermost_loops(self):
     depths = [0, 1, 1, 2, 2, 1, 2, 1, 0]  # one bundle of the inner loop was hoisted
@@ -214,6 +224,15 @@ class ReadingTest(absltest.TestCase):
     self.assertIn("| packed4_t8192 | 2/2 | 128 | 8,192 | forward | 20,000 ", second)
     self.assertEndsWith(second, "| 80,000 | 75,000 | 4.00 |  |")
     self.assertIn("flash_attn2, whole gradient own blocks: too large", text)
+
+  @parameterized.parameters(("tpu_static", static_tpu), ("tpu_whole_static", tpu_whole),
+                            ("tpu_pages_static", tpu_pages), ("tpu_decode_static", tpu_decode))
+  def test_rows_of_a_table_are_the_numbers_of_its_json(self, name, module):
+    """Checks the files of results, of which `tpu_suite` reads the numbers."""
+    data = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    found = module.to_markdown([result_of(x) for x in data["results"]], data["versions"])
+    rows = lambda text: [line for line in text.splitlines() if line.startswith(("|", "* v", "* t"))]
+    self.assertEqual(rows(found), rows((RESULTS / f"{name}.md").read_text(encoding="utf-8")))
 
   def test_requests_of_one_query_come_first(self):
     case = tpu_pages_programs.case_of("mixed", (2, 3), (64, 5), (4, 2), 128)
