@@ -661,8 +661,8 @@ class BadInputTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ({"latent_options": LatentOptions(L, R)}, "softmax_scale: got None for absorbed queries"),
-      ({"latent_options": LatentOptions(L + 1, R, NOPE)}, "key: got latent rows of 14 numbers; "
-       "expected 15 = latent_width 11"),
+      ({"latent_options": LatentOptions(L + 1, R, NOPE)},
+       r"latents \(key\): got latent rows of 14 numbers; expected 15 = latent_width 11"),
       ({"latent_options": (L, R)}, "latent_options: got tuple"),
       ({"latent_options": LatentOptions(0, R)}, "latent_options.latent_width: got 0"),
       ({"latent_options": LatentOptions(L, R, 0)}, "latent_options.nope_width: got 0"),
@@ -673,9 +673,10 @@ class BadInputTest(parameterized.TestCase):
       ({"latent_options": LatentOptions(L, R, None, UP[0][:, :2], UP[1]),
         "query": jnp.ones((B, 8, 3, NOPE + R))}, "latent_options.key_up: got .*heads of the query"),
       ({"value": jnp.ones((B, 8, L))}, "value: got .*None with latent_options"),
-      ({"key": jnp.ones((B, 8, 1, L + R))}, r"key: got .*\[B, S, latent \+ rope\]"),
-      ({"key": jnp.ones((3, 8, L + R))}, "key: got .*B of the query"),
-      ({"key": jnp.ones((B, 8, L + R), jnp.float32)}, "key: got .*query's dtype float64"),
+      ({"key": jnp.ones((B, 8, 1, L + R))}, r"latents \(key\): got .*\[B, S, latent \+ rope\]"),
+      ({"key": jnp.ones((3, 8, L + R))}, r"latents \(key\): got .*B of the query"),
+      ({"key": jnp.ones((B, 8, L + R), jnp.float32)},
+       r"latents \(key\): got .*query's dtype float64"),
       ({"query": jnp.ones((B, 8, 3, L))}, "query: got .*absorbed queries of latent_width 10"),
       ({"latent_options": None, "key": jnp.ones((B, 8, 3, L + R)),
         "value": jnp.ones((B, 8, 3, L + R)), "cache_view": HELD}, "None with a LatentCache"),

@@ -20,6 +20,7 @@ from attn_core.dispatch.latent import Widths
 from attn_core.types import LatentOptions
 
 CACHES = (LatentCache, PagesLatent)  # those of latent rows
+ROWS = "latents (key)"  # name in errors: `latents` of the functions, `key` of `attention`
 _WIDTHS = ("latent_width", "rope_width", "nope_width")
 
 
@@ -52,9 +53,9 @@ def expand(a: AttentionArguments, default_scale: float | None) -> AttentionArgum
     a = a._replace(softmax_scale=_default_scale(options))
   if a.key is None:
     return a
-  rows = checks.array("key", a.key, _expected(a.layout))
+  rows = checks.array(ROWS, a.key, _expected(a.layout))
   rank = getattr(checks.array("query", a.query, "an array"), "ndim") - 1
-  checks.require(rows.ndim == rank, "key", checks.describe(rows),
+  checks.require(rows.ndim == rank, ROWS, checks.describe(rows),
                  f"{_expected(a.layout)}, one row for each token, of {rank} dimensions as the "
                  f"query {checks.describe(a.query)} has one more")
   keys: Any = jnp.expand_dims(jnp.asarray(rows), -3 if a.layout == "bhtd" else -2)
@@ -125,12 +126,12 @@ def check(query: jax.Array, key: jax.Array, value: jax.Array, a: AttentionArgume
     apart, width = apart and held.rope, held.latent + held.rope
     checks.require(held.latent == options.latent_width, "latent_options.latent_width",
                    str(options.latent_width), f"{held.latent}, that of the cache")
-  checks.require(width == of_row, "key", f"latent rows of {width} numbers", f"{of_row} = {sum_of}")
+  checks.require(width == of_row, ROWS, f"latent rows of {width} numbers", f"{of_row} = {sum_of}")
   checks.require(apart in (0, options.rope_width), "latent_options.rope_width",
                  str(options.rope_width), f"{apart}, that of the rotary part of the cache")
-  checks.require(key.shape[0] == batch, "key", checks.describe(key[:, :, 0]),
+  checks.require(key.shape[0] == batch, ROWS, checks.describe(key[:, :, 0]),
                  f"[{batch}, S, {of_row}], B of the query {checks.describe(query)}")
-  checks.require(quantized or mixed or key.dtype == query.dtype, "key", checks.describe(key),
+  checks.require(quantized or mixed or key.dtype == query.dtype, ROWS, checks.describe(key),
                  f"the query's dtype {query.dtype}; pass compute_dtype to compute in one dtype, or "
                  "cast one of them (a cache has that of its init)")
   check_query(query, options, mixed=mixed)

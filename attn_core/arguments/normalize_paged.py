@@ -237,11 +237,11 @@ def _check_latents(a: AttentionArguments, cache: PagesLatent, query: checks.Arra
   dtype, rows = cache.pages.dtype, [query]
   if a.key is not None:
     key = jnp.asarray(a.key)[:, 0]
-    checks.require(key.shape == (query.shape[0], cache.width), "key", checks.describe(key),
+    checks.require(key.shape == (query.shape[0], cache.width), latent.ROWS, checks.describe(key),
                    f"[{query.shape[0]}, {cache.width}], a latent row for each query, latent "
                    f"{cache.widths.latent} + rope {cache.widths.rope}")
     rows.append(key)
-  for name, x in zip(("query", "key"), rows):
+  for name, x in zip(("query", latent.ROWS), rows):
     checks.require(mixed or x.dtype == dtype, name, checks.describe(x),
                    f"the dtype of the pages, {dtype}, or compute_dtype to compute in one dtype")
 

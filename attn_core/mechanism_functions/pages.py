@@ -56,8 +56,9 @@ def ragged_page_attention_v2(query: ArrayLike, cache: PagesV2,
   request, which the pages hold already: query i of n has position context_len - n + i.
 
   The output of a request has the same bits alone, in any batch, in any pages and in any chunks of a
-  prefill, for given `block_sizes` and without `distribution` and `prefixes` in `pages_metadata`:
-  groups of requests change the order of sums.
+  prefill, for given `block_sizes` and without `distribution` and `prefixes` in `pages_metadata`.
+  Prefixes change the order of sums where they cut the pages of a request: with the same cut it has
+  the same bits alone and in any batch, see `caches.prefixes`.
 
   >>> import numpy as np
   >>> from attn_core import Heads, PagesMetadata, PagesV2, ragged_page_attention_v2

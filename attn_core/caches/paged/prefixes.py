@@ -8,6 +8,11 @@ to the pages of every group by the queries of all its requests together, to the 
 by request, and merges the results. The values are those of a call without, except for rounding.
 Plain XLA and the kernel for TPUs compute such calls; Hopper GPUs run plain XLA.
 
+A result's bits depend on where the pages of its request are cut, and not on the other requests. To
+get the same bits in any batch, cut every request that begins with a prefix after that prefix: with
+`min_requests=1`, `page_counts` of the prefix alone, the same for all that share any of its pages,
+and `num_levels=1`, `find` does so for one request too.
+
 >>> import numpy as np
 >>> from attn_core.caches import prefixes
 >>> tables = np.array([[5, 6, 0, 0], [5, 6, 1, 2], [9, 0, 0, 0]], np.int32)
@@ -56,15 +61,16 @@ def find(page_tables: ArrayLike, page_counts: ArrayLike, num_levels: int = 1,
     page_counts: int [R]: full pages of each request that hold no token of the call itself, which
       alone are shared; 0 for a row that is not in use.
     num_levels: depth of the tree; more levels find more that is shared, and each costs a pass.
-    min_requests: the smallest group whose pages are read together; fewer take longer together than
-      one by one.
+    min_requests: the smallest group whose pages are read together; few take longer together than
+      one by one. 1: every request is cut after its page_counts or those of its group, so that its
+      result has the same bits alone.
 
   Returns:
     A `Prefixes` of numpy arrays, whose shapes depend on R, max_pages and num_levels only.
 
   Raises:
     ValueError: tables are not integers [R, max_pages], counts not integers [R] from 0 to max_pages,
-      num_levels is not an int >= 1, or min_requests not an int >= 2.
+      num_levels is not an int >= 1, or min_requests not an int >= 1.
   """
   tables, counts = np.asarray(page_tables), np.asarray(page_counts)
   checks.require(tables.ndim == 2 and np.issubdtype(tables.dtype, np.integer), "page_tables",
@@ -74,7 +80,7 @@ def find(page_tables: ArrayLike, page_counts: ArrayLike, num_levels: int = 1,
                  and bool(((0 <= counts) & (counts <= width)).all()), "page_counts",
                  counts.tolist(), f"int [{requests}], numbers from 0 to {width}")
   checks.integer("num_levels", num_levels, "an int >= 1", lambda x: x >= 1)
-  checks.integer("min_requests", min_requests, "an int >= 2", lambda x: x >= 2)
+  checks.integer("min_requests", min_requests, "an int >= 1", lambda x: x >= 1)
   # What is not shared differs from row to row.
   own = np.where(np.arange(width) < counts[:, None], tables, -1 - np.arange(requests)[:, None])
   order = np.array(sorted(range(requests), key=lambda row: own[row].tobytes()), np.int32)
@@ -85,7 +91,8 @@ def find(page_tables: ArrayLike, page_counts: ArrayLike, num_levels: int = 1,
                    np.full((num_levels, requests + 1), requests, np.int32), order)
   groups = [(0, requests, 0)]  # (first, end, pages above)
   for level in range(num_levels):
-    parts = [part for group in groups for part in _parts(group, shared, min_requests)]
+    parts = [part for group in groups
+             for part in _parts(group, shared, counts[order], min_requests)]
     for n, (first, _, above, count) in enumerate(parts):
       found.page_tables[level, n, :count] = own[first, above:above + count]
       found.page_counts[level, n] = count
@@ -94,7 +101,7 @@ def find(page_tables: ArrayLike, page_counts: ArrayLike, num_levels: int = 1,
   return found
 
 
-def _parts(group: tuple[int, int, int], shared: np.ndarray,
+def _parts(group: tuple[int, int, int], shared: np.ndarray, counts: np.ndarray,
            min_requests: int) -> list[tuple[int, int, int, int]]:
   """Divides a group into those of the next level: (first, end, pages above, own pages)."""
   first, end, above = group
@@ -104,7 +111,8 @@ def _parts(group: tuple[int, int, int], shared: np.ndarray,
     while last + 1 < end and shared[last] > above:
       last += 1
     if last + 1 - first >= min_requests:
-      parts.append((first, last + 1, above, int(shared[first:last].min()) - above))
+      count = shared[first:last].min(initial=counts[first])  # one request shares all its own
+      parts.append((first, last + 1, above, int(count) - above))
       first = last + 1
     else:  # joined to the neighbors that share nothing either
       if parts and parts[-1][3] == 0:
