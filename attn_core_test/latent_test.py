@@ -674,6 +674,8 @@ class BadInputTest(parameterized.TestCase):
         "query": jnp.ones((B, 8, 3, NOPE + R))}, "latent_options.key_up: got .*heads of the query"),
       ({"value": jnp.ones((B, 8, L))}, "value: got .*None with latent_options"),
       ({"key": jnp.ones((B, 8, 1, L + R))}, r"latents \(key\): got .*\[B, S, latent \+ rope\]"),
+      ({"key": jnp.ones((B, 8, L + R), jnp.int32)},
+       r"latents \(key\): got int32.2, 8, 14.; expected .*\[B, S, latent \+ rope\] of a floating"),
       ({"key": jnp.ones((3, 8, L + R))}, r"latents \(key\): got .*B of the query"),
       ({"key": jnp.ones((B, 8, L + R), jnp.float32)},
        r"latents \(key\): got .*query's dtype float64"),

@@ -107,8 +107,12 @@ class AlgebraTest(parameterized.TestCase):
   def test_has_no_truth_value(self):
     with self.assertRaisesRegex(ValueError, "truth value"):
       bool(score_mods.soft_cap(1.0))
-    with self.assertRaises(TypeError):
-      score_mods.soft_cap(1.0) >> (lambda score: score)
+
+  def test_composes_with_score_mods_alone(self):
+    for compose in (lambda mod: mod >> same_document, lambda mod: same_document >> mod,
+                    lambda mod: mod >> np.ones(3)):
+      with self.assertRaisesRegex(TypeError, r"(?s)score_mod >> other: got .*score_mods.custom"):
+        compose(score_mods.soft_cap(1.0))
 
 
 def _mean(score, batch, head, query, key):
@@ -203,6 +207,12 @@ class BadInputTest(parameterized.TestCase):
        "expected the same shape and dtype"),
       ("custom_dtype", lambda: score_mods.custom(_half), "expected the same shape and dtype"),
       ("custom_number", lambda: score_mods.custom(lambda x, b, h, q, k: 1.0), "same shape"),
+      ("custom_branch", lambda: score_mods.custom(lambda x, b, h, q, k: x if q > k else -x),
+       r"custom: function=.*failed for arrays.*truth value.*jnp.where in place of `if`"),
+      ("custom_numpy", lambda: score_mods.custom(lambda x, b, h, q, k: np.exp(x)),
+       "custom: function=.*failed for arrays"),
+      ("custom_select", lambda: score_mods.custom(
+          lambda x, b, h, q, k: jax.lax.select_n(q > k, x, -x)), "shapes that broadcast"),
       ("custom_mean", lambda: score_mods.custom(_mean), "applies `reduce_sum` to the scores"),
       ("custom_inner", lambda: score_mods.custom(_inner), "applies `cumsum` to the scores"),
       *((f"custom_{name}", functools.partial(score_mods.custom, function), message)

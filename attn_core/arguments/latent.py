@@ -58,6 +58,7 @@ def expand(a: AttentionArguments, default_scale: float | None) -> AttentionArgum
   checks.require(rows.ndim == rank, ROWS, checks.describe(rows),
                  f"{_expected(a.layout)}, one row for each token, of {rank} dimensions as the "
                  f"query {checks.describe(a.query)} has one more")
+  checks.floating(ROWS, rows, rank, _expected(a.layout))
   keys: Any = jnp.expand_dims(jnp.asarray(rows), -3 if a.layout == "bhtd" else -2)
   return a._replace(key=keys, value=keys[..., :0])
 

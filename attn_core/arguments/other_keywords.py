@@ -16,7 +16,7 @@ _EQUIVALENTS = {
     "your own: 'A dropout mask' in docs/equivalents.md": "dropout_mask keep_mask",
     "return_lse=True; the maximum and the sum apart: 'Partial results' in docs/equivalents.md":
         "return_residual return_residuals return_softmax_stats return_max_logits return_stats "
-        "save_residuals",
+        "save_residuals return_aux",
     "a cache with scales, or arrays that are multiplied by them: 'Quantized queries, keys and "
     "values' in docs/equivalents.md":
         "query_quant key_quant value_quant quant quantization query_scale key_scale value_scale "
@@ -29,6 +29,10 @@ _EQUIVALENTS = {
     "softmax_scale=": "scale sm_scale scaling",
     "causal=": "is_causal use_causal_mask",
     "mask=, a boolean array or a mask of attn_core.masks": "attn_mask attention_mask",
+    "mask=masks.custom(mask_mod), or one that has a name: docs/coming_from/flex_attention.md":
+        "block_mask mask_mod",
+    "no keyword: query heads share the heads of a key that has fewer": "enable_gqa",
+    "block_sizes=, which no result needs": "kernel_options",
     "mask=masks.lengths(...)": "query_seq_lengths key_value_seq_lengths kv_lengths kv_seq_lengths",
     "mask_info=MaskInfo(q_segment_ids=..., kv_segment_ids=...)":
         "segment_ids q_segment_ids kv_segment_ids query_segment_ids decoder_segment_ids",

@@ -26,8 +26,8 @@ def check(function: Callable[..., jax.Array], operands: Sequence[Array]) -> None
 
   Raises:
     ValueError: it is not callable, does not take 5 arguments and the operands, captures a traced
-      array, returns another shape or dtype than the scores', or is not elementwise in them and in
-      the positions, as far as its operations tell.
+      array, fails for arrays, returns another shape or dtype than the scores', or is not
+      elementwise in them and in the positions, as far as its operations tell.
   """
   checks.elementwise("function", function, "score, batch, head, query position, key position",
                      len(operands), consequence=", and differentiates it")
@@ -49,7 +49,13 @@ def _traced(function: Callable[..., jax.Array], operands: Sequence[Array],
            number(1, 1, 1, keys), *(jax.ShapeDtypeStruct(
                x.shape, score.dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
                                     for x in operands))
-  traced, result = jax.make_jaxpr(function, return_shape=True)(*given)
+  try:
+    traced, result = jax.make_jaxpr(function, return_shape=True)(*given)
+  except (IndexError, TypeError, ValueError) as error:
+    first = str(error).partition("\n")[0]
+    raise ValueError(f"custom: function={function!r} failed for arrays of several pairs ({first}); "
+                     "expected an elementwise function of jax.numpy: jnp.where in place of `if`, "
+                     "shapes that broadcast") from error
   if not isinstance(result, jax.ShapeDtypeStruct) or (
       result.shape, result.dtype) != (score.shape, score.dtype):
     raise ValueError(f"custom: function={function!r} returned {result} for scores "

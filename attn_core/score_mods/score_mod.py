@@ -80,12 +80,23 @@ class ScoreMod(Value):
     return False
 
   def __rshift__(self, other: "ScoreMod") -> "ScoreMod":
-    return Composed(self, other) if isinstance(other, ScoreMod) else NotImplemented
+    if not isinstance(other, ScoreMod):
+      raise _not_composable(other)
+    return Composed(self, other)
+
+  def __rrshift__(self, other: object) -> "ScoreMod":
+    raise _not_composable(other)
 
   def __bool__(self) -> bool:
     raise ValueError("a score mod has no truth value: compose score mods with `>>`, since `and` "
                      "and `or` would drop one of them; test for a missing one with "
                      "`score_mod is None`")
+
+
+def _not_composable(other: object) -> TypeError:
+  """Returns the error of a composition with anything but a score mod."""
+  return TypeError(f"score_mod >> other: got {other!r}; expected score mods on both sides: a "
+                   "function is score_mods.custom(function), an array score_mods.dense(array)")
 
 
 @value_dataclass
