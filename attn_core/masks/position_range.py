@@ -11,10 +11,10 @@ from attn_core.masks import constructors, leaves, mask as mask_lib
 NARROW = 2048  # tokens
 
 
-def is_narrow(mask: mask_lib.Mask) -> bool:
-  """Whether all keys of a query are within `NARROW` positions; documents are assumed short."""
+def is_narrow(mask: mask_lib.Mask, most: int = NARROW) -> bool:
+  """Whether all keys of a query are within `most` positions; documents are assumed short."""
   low, high = bounds(mask)
-  return high - low <= NARROW
+  return high - low <= most
 
 
 def bounds(mask: mask_lib.Mask) -> tuple[float, float]:

@@ -44,6 +44,8 @@ LEAST_GROUPED_ROWS = 512  # of a head, where a step computes several and their b
 # instead of 2,048 it is 2% slower, in half of the code, but one that is computed again costs half.
 WHOLE_KEYS, WHOLE_WIDTHS = (2048, 4096), (64, 128)
 LONG_KEYS = 8192  # from this length on, a mask that may show most of a row is LONG
+# In a forward of heads wider than the lanes one that shows at most this many keys of a row is not.
+WIDE_NARROW_KEYS = 4096
 # With a dense mask, whose code is longer in larger blocks, and in 32 bits with any number of pairs.
 # In 16 bits a bias takes the blocks of MASKED.
 PER_PAIR_BLOCK = (512, 512, 512)
@@ -91,7 +93,8 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
       for name, length in ((listed.QUERIES, queries), (listed.KEYS, keys)))
   small = operands.query.dtype.itemsize == 4
   rows, columns, tile = _blocks(operands, mask, backward, small)
-  most_rows = rows if small else GROUPED_ROWS.get((_kind(operands, mask), backward), rows)
+  most_rows = rows if small else GROUPED_ROWS.get(
+      (_kind(operands, mask, backward), backward), rows)
   if max(operands.query.shape[3], operands.value.shape[3]) > LANES:
     most_rows = min(most_rows, WIDE_GROUPED_ROWS)
   rows, columns = _within_lists(mask, (queries, keys), (rows, columns))
@@ -158,7 +161,7 @@ def _blocks(operands: Operands, mask: mask_lib.Mask, backward: bool,
     return PER_PAIR_BLOCK if small or is_dense else BLOCKS[MASKED, backward]
   if small:
     return SMALL_BLOCKS[backward]
-  return BLOCKS[_kind(operands, mask), backward]
+  return BLOCKS[_kind(operands, mask, backward), backward]
 
 
 def _step_heads(operands: Operands, rows: int, most_rows: int, fixed: bool,
@@ -277,7 +280,7 @@ def _group(operands: Operands) -> int:
   return operands.query.shape[2] // operands.key.shape[2]
 
 
-def _kind(operands: Operands, mask: mask_lib.Mask) -> str:
+def _kind(operands: Operands, mask: mask_lib.Mask, backward: bool) -> str:
   """Returns the row of BLOCKS for a mask."""
   *_, keys, _, width = operands.key.shape
   if isinstance(mask, mask_lib.Full):
@@ -288,7 +291,9 @@ def _kind(operands: Operands, mask: mask_lib.Mask) -> str:
   lengths = operands.query.shape[1], keys
   packed = any(isinstance(node, leaves.Segments) for node in mask_lib.nodes(mask)) or bool(
       listed.with_bits(mask, lengths))
-  long = keys >= LONG_KEYS and not packed and not position_range.is_narrow(mask)
+  wide = width > LANES and not backward
+  narrow = position_range.is_narrow(mask, WIDE_NARROW_KEYS if wide else position_range.NARROW)
+  long = keys >= LONG_KEYS and not packed and not narrow
   return LONG if long else MASKED
 
 
