@@ -391,7 +391,9 @@ class RefusalsTest(parameterized.TestCase):
       (score_mods.custom(lambda s, b, h, q, k, x: s + x[h], np.ones(H, np.float32)),
        r"an operand \[2\]"),
       (score_mods.custom(lambda s, b, h, q, k, x: s + x, np.ones((), np.int32)),
-       "an operand of dtype int32"))
+       "an operand of dtype int32"),
+      (score_mods.custom(lambda s, b, h, q, k: jax.lax.cond(b > 0, lambda x: x, lambda x: -x, s)),
+       r"numbers as arrays \[1, 1\]"))
   def test_names_what_it_does_not_take_and_who_does(self, mod, reason):
     given = {k: _given()[k] for k in ("query", "key", "value")}
     with self.assertRaisesRegex(NotImplementedError, f"(?s){reason}.*'blockwise'"):

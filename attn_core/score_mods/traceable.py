@@ -80,7 +80,10 @@ def _refusal_of_function(term: terms.Custom) -> str | None:
   whole = jax.ShapeDtypeStruct((8, 8), jnp.int32)
   one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
   numbers = [jax.ShapeDtypeStruct((1, 1), at_least_float32(jnp.float32)) for _ in term.operands]
-  traced = jax.make_jaxpr(term.function)(score, one, one, whole, whole, *numbers)
+  try:
+    traced = jax.make_jaxpr(term.function)(score, one, one, whole, whole, *numbers)
+  except (IndexError, TypeError, ValueError):  # as of a `lax.cond` by a number
+    return f"{name}, which does not take its batch row, its head and numbers as arrays [1, 1]"
   if traced.consts:
     return f"{name}, which captures arrays"
   found = sorted(_operations(traced.jaxpr) - _OPERATIONS)
