@@ -4,6 +4,7 @@
 
 import itertools
 import math
+import re
 from unittest import mock
 
 from absl.testing import absltest
@@ -19,7 +20,7 @@ from attn_core.kernels.common import listed
 from attn_core.kernels.gpu.flash import kernel_params, tiling as gpu_tiling
 from attn_core.kernels.tpu.flash import scalar_memory, schedule, tiling
 from attn_core.kernels.tpu.flash.schedule import round_up
-from attn_core.kernels.xla import selected_steps, selected_union
+from attn_core.kernels.xla import selected_bits, selected_steps, selected_union
 from attn_core.masks import block_map
 from attn_core.masks.selected import fitted
 from attn_core.types import AttentionSpec, MaskOperands, Operands, cdiv
@@ -92,6 +93,17 @@ def call(mechanism, mask, **arguments):
 def assert_close(found, expected):
   for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+def inputs_of(indices, block_q, block_kv, shape, key_heads=1):
+  """Returns the inputs of an attention of [B, H, T, S] to selected blocks."""
+  batch, heads, queries, keys = shape
+  like = [jax.ShapeDtypeStruct((batch, *x, 8), jnp.float32) for x in (
+      (queries, heads), (keys, key_heads), (keys, key_heads))]
+  mask = fitted(masks.selected_blocks(indices, block_q, block_kv), shape)
+  arrays, structure = jax.tree.flatten(mask)
+  return selected_steps.make_inputs(Operands(*like, mask=MaskOperands(tuple(arrays))),
+                                    AttentionSpec(structure, 1.0))
 
 
 class MeaningTest(parameterized.TestCase):
@@ -182,25 +194,68 @@ class MeaningTest(parameterized.TestCase):
       def loss(*arrays):
         out, lse = call("blockwise", mask, **extras)(*arrays)
         return (out * out).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
-      names = "TILE", "CHUNK", "MOST_ROWS"
-      with (mock.patch.multiple(selected_union, **dict(zip(names, sizes))),
+      tile, chunk, most_rows = sizes
+      with (mock.patch.multiple(selected_bits, TILE=tile, CHUNK=chunk),
+            mock.patch.object(selected_union, "MOST_ROWS", most_rows),
             jax.numpy_rank_promotion("raise")):
         return jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))(*operands())
     expected = gradients(8, 8, 0)
     assert_close(gradients(8, 8, 16), expected)
     assert_close(gradients(128, 256, 16), expected)
 
+  @parameterized.parameters(
+      (1, 1, "random"), (3, 2, "random"), (4, 1, "random"), (40, 3, "random"), (1, 1, "all"),
+      (1, 1, "window"), (4, 3, "every other"))
+  def test_unions(self, block_q, block_kv, kind):
+    """Bits say which list names which block, and a union has all blocks that a tile lists.
+
+    Blocks and chunks that do and do not divide a tile and the keys.
+    """
+    queries, keys, tile, chunk = 51, 86, 16, 8
+    blocks, count = cdiv(queries, block_q), cdiv(keys, block_kv)
+    rows = np.arange(blocks)[:, None]
+    indices = {"random": np.random.default_rng(24).integers(-3, count + 5, (blocks, 7)),
+               "all": np.broadcast_to(np.arange(count), (blocks, count)),
+               "window": rows - np.arange(9), "every other": 2 * ((rows + np.arange(9)) // 2)}[kind]
+    indices = indices.astype(np.int32)
+    named = np.zeros((queries, count), bool)
+    for query, number in np.ndindex(queries, indices.shape[1]):
+      block = indices[query // block_q, number]
+      if 0 <= block < count:
+        named[query, block] = True
+    of = lambda indices: inputs_of(indices[None, None], block_q, block_kv, (1, 1, queries, keys))
+    inputs = of(np.zeros_like(indices))
+    with mock.patch.multiple(selected_bits, TILE=tile, CHUNK=chunk):
+      found = jax.jit(lambda indices: selected_bits.find(of(indices)))(indices)
+      per_chunk = selected_bits.chunk_blocks(inputs)
+      for n in range(cdiv(queries, tile)):
+        part = named[n * tile:(n + 1) * tile]
+        for transposed in (False, True):
+          bits = selected_bits.listed(inputs, found.bits[0, 0, n], transposed=transposed)
+          bits = np.asarray(bits.T if transposed else bits)
+          bits = np.repeat(bits, tile // bits.shape[0], 0)
+          np.testing.assert_array_equal(bits[:len(part), :count], part)
+          self.assertFalse(bits[:, count:].any())
+        union = np.asarray(found.blocks[0, 0, n])[:int(found.num_chunks[0, 0, n]) * per_chunk]
+        self.assertTrue((np.diff(union) > 0).all())
+        self.assertContainsSubset(np.flatnonzero(part.any(0)), union)
+
+  def test_a_gradient_finds_unions_once(self):
+    query, mask = numbers(1, 64, 2, 8), masks.selected_keys(lists(64, 1, 64, 16))
+    def loss(query):
+      return (attention(query, query, query, mask=mask, mechanism="blockwise"
+                        ).attention_outputs ** 2).sum()
+    counts = [len(re.findall(r"u8\S* or\(", jax.jit(run).lower(query).compile().as_text()))
+              for run in (loss, jax.value_and_grad(loss))]
+    self.assertGreater(counts[0], 0)
+    self.assertEqual(*counts)
+
   def test_chooses_unions_by_sizes(self):
     """Long lists of few rows; a list of many rows multiplies matrices as it is."""
     def chosen(queries, keys, heads, key_heads, k, block_q=1, block_kv=1):
-      like = [jax.ShapeDtypeStruct((1, *shape, 8), jnp.float32) for shape in (
-          (queries, heads), (keys, key_heads), (keys, key_heads))]
-      mask = fitted(masks.selected_blocks(np.zeros((1, 1, queries // block_q, k), np.int32),
-                                          block_q, block_kv), (1, heads, queries, keys))
-      arrays, structure = jax.tree.flatten(mask)
-      found = selected_steps.make_inputs(Operands(*like, mask=MaskOperands(tuple(arrays))),
-                                         AttentionSpec(structure, 1.0))
-      return selected_union.is_faster(found)
+      indices = np.zeros((1, 1, queries // block_q, k), np.int32)
+      return selected_union.is_faster(inputs_of(
+          indices, block_q, block_kv, (1, heads, queries, keys), key_heads))
     self.assertTrue(chosen(512, 512, 2, 2, 32))
     self.assertFalse(chosen(512, 512, 2, 2, 31))
     self.assertFalse(chosen(512, 512, 4, 2, 32))

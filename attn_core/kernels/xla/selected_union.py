@@ -14,31 +14,25 @@ Axes of a step: [heads, rows, n]: key heads with one list, queries * G rows (tok
 [heads, n, rows] in the backward, whose arrays are "transposed".
 """
 
-import math
 from typing import Callable, NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
 from attn_core.kernels.common import nonfinite, online_softmax
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.xla import cpu_math, tile_ops, tiling
+from attn_core.kernels.xla import cpu_math, selected_bits, tile_ops
 from attn_core.kernels.xla.selected_steps import (
     Inputs, Results, Rows, Sums, add_blocks, cotangents_of, dropped, masked, product, scores_of,
     sliced)
-from attn_core.masks import block_map, dropout, mask as mask_lib, tile as tile_lib
-from attn_core.types import cdiv
+from attn_core.masks import dropout, mask as mask_lib, tile as tile_lib
 
 # By the processor's time on XLA:CPU (attn_core_test/results/score_mods_notes.md).
 MOST_ROWS = 16  # that a list serves; more are multiplied by gathered keys as matrices
 # The least share of all keys that a list names, for lists that serve at most so many rows. Measured
 # with random lists below the diagonal; where neighbors agree, shorter ones would gain, too.
 LEAST_SHARES = ((1, 1 / 16), (4, 1 / 8), (MOST_ROWS, 1 / 4))
-TILE = 128  # queries of a step
-CHUNK = 256  # keys of a step
-WHOLE = 2 / 3  # of the blocks of a chunk: if as many are listed, all are taken
 
 
 class Group(NamedTuple):
@@ -54,8 +48,8 @@ class Union(NamedTuple):
   """The key blocks that the queries of a tile list."""
 
   query: jax.Array  # int32 [queries]
-  # uint8 [lists, key blocks and more], or transposed: which list of the tile names which block.
-  table: jax.Array
+  bits: jax.Array  # of `selected_bits.Unions`, of all tiles
+  at: selected_bits.Index  # of this tile
   blocks: jax.Array  # int32 [whole chunks], ascending: the union, and blocks that no query lists
   num_chunks: jax.Array  # of the union
 
@@ -86,17 +80,18 @@ def is_faster(inputs: Inputs) -> bool:
 
 def num_queries(inputs: Inputs) -> int:
   """Returns how many queries results have: those of whole tiles."""
-  return cdiv(inputs.operands.query.shape[1], TILE) * TILE
+  return selected_bits.num_tiles(inputs) * selected_bits.TILE
 
 
 def forward(inputs: Inputs, results: Residuals) -> Residuals:
   """Writes out [B, T padded, H, E] and lse [B, T padded, H, 1] into arrays of zeros."""
   spec, width = inputs.spec, inputs.operands.value.shape[3]
-  query, possible = _padded(nonfinite.infinite_to_nan(inputs.operands.query)), _possible(inputs)
+  query = _padded(nonfinite.infinite_to_nan(inputs.operands.query))
+  unions = selected_bits.find(inputs)
 
   def of_group(group: Group, results: Residuals) -> Residuals:
     def step(n: jax.Array, results: Residuals) -> Residuals:
-      union, rows = _union(inputs, group, possible, n), _scaled_rows(inputs, query, group, n)
+      union, rows = _union(inputs, group, unions, n), _scaled_rows(inputs, query, group, n)
 
       def of_chunk(c: jax.Array, running: online_softmax.Running) -> online_softmax.Running:
         chunk = _chunk(inputs, group, union, c)
@@ -107,27 +102,27 @@ def forward(inputs: Inputs, results: Residuals) -> Residuals:
             exp=cpu_math.exp)
 
       running = tile_ops.loop(0, union.num_chunks, of_chunk, online_softmax.start(
-          (_step_heads(inputs), rows.shape[1]), width, inputs.dtype))
+          (selected_bits.step_heads(inputs), rows.shape[1]), width, inputs.dtype))
       out, lse = online_softmax.finish(running, _sinks(inputs, group))
       out = out * dropout.kept_scale(spec.dropout_prob)
       return Residuals(*(_write(inputs, x, group, n, rows) for x, rows in zip(
           results, (out, lse))))
 
-    return tile_ops.loop(0, query.shape[1] // TILE, step, results)
+    return tile_ops.loop(0, selected_bits.num_tiles(inputs), step, results)
 
   return _over_groups(inputs, of_group, results)
 
 
 def backward(inputs: Inputs, rows: Rows, results: Sums) -> Sums:
   """Writes the cotangents of query, key and value into arrays of zeros; see `selected.backward`."""
-  spec, possible = inputs.spec, _possible(inputs)
+  spec, unions = inputs.spec, selected_bits.find(inputs)
   query, d_out, lse, delta = map(_padded, (nonfinite.mask_nonfinite(inputs.operands.query), *rows))
 
   def of_group(group: Group, results: Sums) -> Sums:
     group = group._replace(key=nonfinite.mask_nonfinite(group.key))
 
     def step(n: jax.Array, sums: Sums) -> Sums:
-      union = _union(inputs, group, possible, n, transposed=True)
+      union = _union(inputs, group, unions, n)
       queries, d_rows = _scaled_rows(inputs, query, group, n), _rows(inputs, d_out, group, n)
       row_lse, row_delta = (_rows(inputs, x, group, n).swapaxes(1, 2) for x in (lse, delta))
 
@@ -150,7 +145,7 @@ def backward(inputs: Inputs, rows: Rows, results: Sums) -> Sums:
       return of_tile._replace(query=_write(inputs, sums.query, group, n, d_query))
 
     zeros = lambda x: jnp.zeros_like(x, dtype=inputs.dtype)
-    sums = tile_ops.loop(0, query.shape[1] // TILE, step, Sums(
+    sums = tile_ops.loop(0, selected_bits.num_tiles(inputs), step, Sums(
         results.query, zeros(group.key), zeros(group.value)))
     d_value = sums.value * dropout.kept_scale(spec.dropout_prob)
     return Sums(sums.query, _write_keys(results.key, group, sums.key),
@@ -159,22 +154,13 @@ def backward(inputs: Inputs, rows: Rows, results: Sums) -> Sums:
   return _over_groups(inputs, of_group, results)
 
 
-def _step_heads(inputs: Inputs) -> int:
-  """Returns the key heads of a step, which have one list."""
-  key_heads = inputs.operands.key.shape[2]
-  if inputs.lists.indices.shape[1] > 1:
-    key_heads = math.gcd(key_heads, inputs.lists.group // inputs.group)
-  keys = max(CHUNK, inputs.lists.block_kv)  # of a chunk
-  most = tiling.STEP_SCORES_BACKWARD // (inputs.group * TILE * keys)
-  return max(n for n in range(1, key_heads + 1) if key_heads % n == 0 and n <= max(1, most))
-
-
 def _over_groups(inputs: Inputs, of_group: Callable[[Group, Results], Results],
                  results: Results) -> Results:
   """Runs of_group(group, results) over all batch rows and the key heads of all steps."""
-  operands, heads = inputs.operands, _step_heads(inputs)
+  operands, heads = inputs.operands, selected_bits.step_heads(inputs)
   batch, keys, key_heads, _ = operands.key.shape
-  padding = (_num_blocks(inputs) + _chunk_blocks(inputs)) * inputs.lists.block_kv - keys
+  blocks = selected_bits.num_blocks(inputs) + selected_bits.chunk_blocks(inputs)
+  padding = blocks * inputs.lists.block_kv - keys
 
   def body(n: jax.Array, results: Results) -> Results:
     n, steps = jnp.asarray(n, jnp.int32), jnp.int32(key_heads // heads)
@@ -191,15 +177,15 @@ def _over_groups(inputs: Inputs, of_group: Callable[[Group, Results], Results],
 
 def _padded(x: jax.Array) -> jax.Array:
   """Pads [B, T, ..] to whole tiles."""
-  return tile_lib.pad_axis(x, 1, -x.shape[1] % TILE)
+  return tile_lib.pad_axis(x, 1, -x.shape[1] % selected_bits.TILE)
 
 
 def _rows(inputs: Inputs, x: jax.Array, group: Group, n: jax.Array) -> jax.Array:
   """Returns rows [heads, queries * G, width] of x [B, T padded, H, width]."""
-  heads, width = _step_heads(inputs), x.shape[3]
-  rows = tile_lib.slice_at(x, (group.batch, n * TILE, group.first * inputs.group, 0),
-                           (1, TILE, heads * inputs.group, width))
-  rows = rows.reshape(TILE, heads, inputs.group, width).swapaxes(0, 1)
+  heads, width, tile = selected_bits.step_heads(inputs), x.shape[3], selected_bits.TILE
+  rows = tile_lib.slice_at(x, (group.batch, n * tile, group.first * inputs.group, 0),
+                           (1, tile, heads * inputs.group, width))
+  rows = rows.reshape(tile, heads, inputs.group, width).swapaxes(0, 1)
   return rows.reshape(heads, -1, width).astype(inputs.dtype)
 
 
@@ -209,10 +195,10 @@ def _scaled_rows(inputs: Inputs, query: jax.Array, group: Group, n: jax.Array) -
 
 def _write(inputs: Inputs, x: jax.Array, group: Group, n: jax.Array, rows: jax.Array) -> jax.Array:
   """Writes what `_rows` returns."""
-  heads, _, width = rows.shape
-  rows = rows.reshape(heads, TILE, inputs.group, width).swapaxes(0, 1)
-  return tile_ops.write_at(x, rows.reshape(1, TILE, -1, width).astype(x.dtype),
-                           (group.batch, n * TILE, group.first * inputs.group, 0))
+  (heads, _, width), tile = rows.shape, selected_bits.TILE
+  rows = rows.reshape(heads, tile, inputs.group, width).swapaxes(0, 1)
+  return tile_ops.write_at(x, rows.reshape(1, tile, -1, width).astype(x.dtype),
+                           (group.batch, n * tile, group.first * inputs.group, 0))
 
 
 def _write_keys(x: jax.Array, group: Group, rows: jax.Array) -> jax.Array:
@@ -223,12 +209,13 @@ def _write_keys(x: jax.Array, group: Group, rows: jax.Array) -> jax.Array:
 
 def _sinks(inputs: Inputs, group: Group) -> jax.Array | None:
   """Returns the sinks of a step's rows [heads, queries * G, 1], or None."""
-  sinks, heads = inputs.operands.sinks, _step_heads(inputs)
+  sinks, heads = inputs.operands.sinks, selected_bits.step_heads(inputs)
   if sinks is None:
     return None
   sinks = tile_lib.slice_at(sinks, (group.batch if sinks.shape[0] > 1 else 0,
                                     group.first * inputs.group), (1, heads * inputs.group))
-  return jnp.tile(sinks.reshape(heads, inputs.group), (1, TILE))[..., None].astype(inputs.dtype)
+  sinks = jnp.tile(sinks.reshape(heads, inputs.group), (1, selected_bits.TILE))
+  return sinks[..., None].astype(inputs.dtype)
 
 
 def _coordinates(inputs: Inputs, group: Group, query: jax.Array, key: jax.Array, *,
@@ -242,7 +229,7 @@ def _coordinates(inputs: Inputs, group: Group, query: jax.Array, key: jax.Array,
     key: int32 [n].
     transposed: the order of axes.
   """
-  heads = _step_heads(inputs)
+  heads = selected_bits.step_heads(inputs)
   batch, start = tile_lib.global_numbers(inputs.operands.mask, group.batch)
   local = group.first * inputs.group + jnp.arange(heads * inputs.group, dtype=jnp.int32)
   orient = lambda x: x.transpose(0, 3, 1, 2) if transposed else x
@@ -253,107 +240,36 @@ def _coordinates(inputs: Inputs, group: Group, query: jax.Array, key: jax.Array,
                 inputs.operands.key.shape[1]), at
 
 
-def _num_blocks(inputs: Inputs) -> int:
-  """Returns the key blocks of all keys."""
-  return cdiv(inputs.operands.key.shape[1], inputs.lists.block_kv)
-
-
-def _chunk_blocks(inputs: Inputs) -> int:
-  """Returns the key blocks of a chunk."""
-  return max(1, CHUNK // inputs.lists.block_kv)
-
-
-def _possible(inputs: Inputs) -> jax.Array:
-  """Returns bool [B or 1, heads / step or 1, tiles, chunks]: what the rest of the mask may show."""
-  chunk = _chunk_blocks(inputs) * inputs.lists.block_kv
-  kinds = block_map.block_kinds(inputs.rest, block_map.Sizes(
-      inputs.operands.query.shape[1], inputs.operands.key.shape[1], TILE, chunk))
-  merged = block_map.merge_heads(kinds, _step_heads(inputs) * inputs.group)
-  return jnp.asarray(merged != block_map.EMPTY)
-
-
-def _tile_lists(inputs: Inputs, group: Group, n: jax.Array) -> jax.Array:
-  """Returns the lists int32 [lists, k] of tile n; each is that of as many neighbors."""
-  lists = inputs.lists
-  rows, heads, blocks, length = lists.indices.shape
-  batch, start = tile_lib.global_numbers(inputs.operands.mask, group.batch)
-  head, query = group.first * inputs.group + start, jnp.asarray(n, jnp.int32) * TILE
-  if TILE % lists.block_q and lists.block_q % TILE:
-    return jnp.asarray(lists.blocks_of(batch, head, query + jnp.arange(TILE, dtype=jnp.int32)))
-  # A slice, which XLA:CPU reads several times faster than it gathers numbers.
-  count = cdiv(TILE, lists.block_q)
-  padded = tile_lib.pad_axis(jnp.asarray(lists.indices), 2, -blocks % count)
-  at = (batch if rows > 1 else 0, lax.div(head, jnp.int32(lists.group)) if heads > 1 else 0,
-        lax.div(query, jnp.int32(lists.block_q)), 0)
-  # Computed with, numbers of a slice take three times as long as copied ones.
-  return lax.optimization_barrier(tile_lib.slice_at(padded, at, (1, 1, count, length)))[0, 0]
-
-
-def _union(inputs: Inputs, group: Group, possible: jax.Array, n: jax.Array, *,
-           transposed: bool = False) -> Union:
-  """Returns the key blocks that the queries of tile n list and may see."""
-  count, per_chunk = _num_blocks(inputs), _chunk_blocks(inputs)
-  size = cdiv(count, per_chunk) * per_chunk
-  table, listed = _table(inputs, group, n, transposed=transposed)
-  of_chunks = tile_lib.pad_axis(listed[:count], 0, size - count).reshape(-1, per_chunk)
-  whole = of_chunks.sum(1, keepdims=True, dtype=jnp.int32) >= np.int32(math.ceil(WHOLE * per_chunk))
-  row, head = (x if size > 1 else 0 for x, size in zip(
-      (group.batch, lax.div(group.first, jnp.int32(_step_heads(inputs)))), possible.shape))
-  of_chunks = (of_chunks | whole) & possible[row, head, n][:, None]
-  seen = of_chunks.reshape(-1)[:count]
-  # Not `jnp.nonzero`, which jax 0.12 cannot partition over a mesh.
-  numbers = jnp.arange(size, dtype=jnp.int32)
-  at = lax.cumsum(seen.astype(jnp.int32))
-  blocks = jnp.zeros(size + 1, jnp.int32).at[jnp.where(seen, at - 1, jnp.int32(size))].set(
-      numbers[:count], mode="promise_in_bounds")[:size]
-  # The rest of the last chunk are neighbors, so that it, too, may be a slice.
-  last, num_seen = jnp.where(seen, numbers[:count], 0).max(), at[-1]
-  blocks = jnp.where(numbers < num_seen, blocks, last + 1 + numbers - num_seen)
-  query = jnp.asarray(n, jnp.int32) * TILE + jnp.arange(TILE, dtype=jnp.int32)
-  return Union(query, table, blocks, lax.div(
-      num_seen + jnp.int32(per_chunk - 1), jnp.int32(per_chunk)))
-
-
-def _table(inputs: Inputs, group: Group, n: jax.Array, *,
-           transposed: bool) -> tuple[jax.Array, jax.Array]:
-  """Returns `Union.table` of tile n, and which blocks any of its queries lists."""
-  count = _num_blocks(inputs)
-  width = count + _chunk_blocks(inputs) + 1  # the last column takes what names no block
-  found = _tile_lists(inputs, group, n)
-  num_lists = found.shape[0]
-  found = jnp.where((found < 0) | (found >= count), jnp.int32(width - 1), found)
-  number = jnp.arange(num_lists, dtype=jnp.int32)[:, None]
-  # With a single index for each block: XLA:CPU takes twice the time for pairs of them.
-  place = found * num_lists + number if transposed else number * width + found
-  table = jnp.zeros(num_lists * width, jnp.uint8).at[place.reshape(-1)].set(
-      jnp.uint8(1), mode="promise_in_bounds")
-  if not transposed:
-    table = table.reshape(num_lists, width)
-    return table, table.any(0)
-  table = table.reshape(width, num_lists)
-  if num_lists % 4:
-    return table, table.any(1)
-  words = lax.bitcast_convert_type(table.reshape(width, num_lists // 4, 4), jnp.uint32)
-  return table, lax.reduce(words, np.uint32(0), lax.bitwise_or, (1,)) != 0
+def _union(inputs: Inputs, group: Group, unions: selected_bits.Unions, n: jax.Array) -> Union:
+  """Returns the union of tile n."""
+  tile, heads = selected_bits.TILE, jnp.int32(selected_bits.step_heads(inputs))
+  n = jnp.asarray(n, jnp.int32)
+  query, at = n * tile + jnp.arange(tile, dtype=jnp.int32), (
+      group.batch, lax.div(group.first, heads), n)
+  of_tile = lambda x: tile_lib.slice_at(
+      x, (*selected_bits.index(x, at), *[0] * (x.ndim - 3)), (1, 1, 1, *x.shape[3:])).reshape(
+          x.shape[3:])
+  return Union(query, unions.bits, at, of_tile(unions.blocks), of_tile(unions.num_chunks))
 
 
 def _chunk(inputs: Inputs, group: Group, union: Union, c: jax.Array, *,
            transposed: bool = False) -> Chunk:
   """Returns chunk c of a union."""
-  lists, spec, size, keys = inputs.lists, inputs.spec, _chunk_blocks(inputs), inputs.operands.key
+  lists, spec, keys = inputs.lists, inputs.spec, inputs.operands.key.shape[1]
+  size, heads = selected_bits.chunk_blocks(inputs), selected_bits.step_heads(inputs)
   blocks = tile_lib.slice_at(union.blocks, (c * size,), (size,))
-  key, value, table = _taken(inputs, (group.key, group.value, union.table), blocks, transposed)
-  key, value = (x.reshape(size * lists.block_kv, _step_heads(inputs), -1).swapaxes(0, 1)
-                for x in (key, value))
+  key, value, bits = _taken(inputs, (group.key, group.value, union.bits), union.at, blocks)
+  key, value = (x.reshape(size * lists.block_kv, heads, -1).swapaxes(0, 1) for x in (key, value))
   number = blocks[:, None] * lists.block_kv + jnp.arange(lists.block_kv, dtype=jnp.int32)[None]
   rest, at = _coordinates(inputs, group, union.query, number.reshape(-1), transposed=transposed)
+  listed = selected_bits.listed(inputs, bits, transposed=transposed)
   by_key, by_query = (0, 1) if transposed else (1, 0)
-  listed = jnp.repeat(jnp.repeat(table != 0, lists.block_kv, axis=by_key),
-                      TILE // table.shape[by_query], axis=by_query)
+  listed = jnp.repeat(jnp.repeat(listed, lists.block_kv, axis=by_key),
+                      len(union.query) // listed.shape[by_query], axis=by_query)
   listed = listed[None, :, :, None] if transposed else listed[None, :, None]
   seen = jnp.asarray(rest.visible(at)) & listed
-  if keys.shape[1] % lists.block_kv:
-    seen = seen & (at.key_index < keys.shape[1])
+  if keys % lists.block_kv:
+    seen = seen & (at.key_index < keys)
   keep = None
   if spec.dropout_prob:
     words = inputs.operands.dropout_key
@@ -363,25 +279,31 @@ def _chunk(inputs: Inputs, group: Group, union: Union, c: jax.Array, *,
   return Chunk(blocks, key, value, seen, keep)
 
 
-def _taken(inputs: Inputs, arrays: tuple[jax.Array, ...], blocks: jax.Array,
-           transposed: bool) -> tuple[jax.Array, ...]:
-  """Returns some blocks of keys [n, width], values [n, width] and of the table of a union."""
-  block_kv, size = inputs.lists.block_kv, len(blocks)
+def _taken(inputs: Inputs, arrays: tuple[jax.Array, ...], at: selected_bits.Index,
+           blocks: jax.Array) -> tuple[jax.Array, ...]:
+  """Returns some blocks of keys [n, width], of values [n, width] and of bits [groups, n].
+
+  Args:
+    inputs: the attention.
+    arrays: keys, values, and bits of all tiles.
+    at: the tile.
+    blocks: int32 [blocks].
+  """
+  block_kv, size, at = inputs.lists.block_kv, len(blocks), selected_bits.index(arrays[2], at)
 
   def slices(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    *rows, table = arrays
-    lists = table.shape[1 if transposed else 0]
+    *rows, bits = arrays
+    groups = bits.shape[3]
+    bits = tile_lib.slice_at(bits, (*at, 0, blocks[0]), (1, 1, 1, groups, size))
     return *(tile_lib.slice_at(x, (blocks[0] * block_kv, 0), (size * block_kv, x.shape[1]))
-             for x in rows), (tile_lib.slice_at(table, (blocks[0], 0), (size, lists)) if transposed
-                              else tile_lib.slice_at(table, (0, blocks[0]), (lists, size)))
+             for x in rows), bits.reshape(groups, size)
 
   def gathered(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    *rows, table = arrays
-    take = lambda x, at=blocks: x.at[at].get(mode="promise_in_bounds")
-    # Numbers, not columns: those would be written by columns, and copied in both cases.
-    number = jnp.arange(table.shape[0], dtype=jnp.int32)[:, None] * table.shape[1] + blocks[None]
-    return *(take(x.reshape(-1, block_kv, x.shape[1])).reshape(-1, x.shape[1]) for x in rows), (
-        take(table) if transposed else take(table.reshape(-1), number))
+    *rows, bits = arrays
+    group = jnp.arange(bits.shape[3], dtype=jnp.int32)[:, None]
+    return *(x.reshape(-1, block_kv, x.shape[1]).at[blocks].get(mode="promise_in_bounds").reshape(
+        -1, x.shape[1]) for x in rows), bits.at[*at, group, blocks[None]].get(
+            mode="promise_in_bounds")
 
   if size == 1:
     return slices(*arrays)
