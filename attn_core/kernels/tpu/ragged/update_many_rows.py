@@ -199,6 +199,16 @@ def _weigh(step: _Step, part: TilePart, weights: jax.Array) -> jax.Array:
   return common.dot(step.k, step.value[part.keys], weights.astype(step.k.rows.dtype), 0, 0)
 
 
+def _rounded(k: KernelRefs, weights: jax.Array) -> jax.Array:
+  """Rounds weights before they are summed as before their product, for an output of more bits.
+
+  As in `SoftmaxForm.rounds_to` of the flash kernel: derivatives read such an output.
+  """
+  if k.outputs[0].dtype.itemsize <= k.rows.dtype.itemsize:
+    return weights
+  return weights.astype(k.rows.dtype).astype(weights.dtype)
+
+
 def _folded(step: _Step, part: TilePart, scores: jax.Array, before: Running,
             kinds: row_tiles.Pattern) -> Running:
   """Folds in one tile relative to `m_i`; rows that see any key get at least TRACE in l_i.
@@ -228,7 +238,7 @@ def _folded(step: _Step, part: TilePart, scores: jax.Array, before: Running,
     found.append(weights)
     trace = jnp.maximum(trace, jnp.where(sees, TRACE, 0.0))
   weights = jnp.concatenate(found, 0) if len(found) > 1 else found[0]
-  after = online_softmax.add(before, weights, lambda x: _weigh(step, part, x), axis=0)
+  after = online_softmax.add(before, _rounded(k, weights), lambda x: _weigh(step, part, x), axis=0)
   return after._replace(l_i=after.l_i + trace)
 
 
@@ -245,7 +255,8 @@ def _folded_safely(step: _Step, part: TilePart, before: Running, failed: jax.Arr
   def above(x: jax.Array) -> jax.Array:
     return jnp.where(failed, reference_above(x, unit), before.m_i)
   after = online_softmax.update(before, logits, lambda x: _weigh(step, part, x),
-                                exp=lambda x: jnp.exp2(x * unit), above=above, axis=0)
+                                exp=lambda x: jnp.exp2(x * unit), above=above, axis=0,
+                                rounded=lambda x: _rounded(step.k, x))
   sees = jnp.logical_not(failed) & visibility.sees_any(step.k, step.tile, part, visible)
   return after._replace(m_i=jnp.where(after.l_i == 0, 0.0, after.m_i),
                         l_i=after.l_i + jnp.where(sees, TRACE, 0.0))
