@@ -141,6 +141,14 @@ class ExportTest(parameterized.TestCase):
     with self.assertRaisesRegex(NotImplementedError, rf"(?s){mechanism}.*symbolic.*'vanilla'"):
       export.export(jax.jit(run))(shapes)
 
+  def test_two_lengths_without_an_offset_are_refused_by_name(self):
+    scope = export.SymbolicScope()
+    of = lambda heads, length: jax.ShapeDtypeStruct(export.symbolic_shape(
+        f"2, {length}, {heads}, {D}", scope=scope), jnp.float32)
+    arrays = {"query": of(H, "t"), "key": of(K, "s"), "value": of(K, "s")}
+    with self.assertRaisesRegex(ValueError, "query_offset.*None .* with t queries and s keys"):
+      export.export(jax.jit(functools.partial(_call, "causal", "vanilla")))(arrays)
+
   def test_caches_are_refused_by_name(self):
     cache = caches.dense.init(2, 16, (K, D), dtype="float32")
     run = lambda arrays: attention(**arrays, cache_view=cache).attention_outputs

@@ -219,6 +219,7 @@ DATA = BUILD_FILES + glob([
     "*.py",
     "approved/*.txt",
     "results/*.json",
+    "results/*_static.md",
     "typed_programs/*.py",
 ]) + [
     "//:documents",

@@ -208,9 +208,9 @@ class BadInputTest(parameterized.TestCase):
       ("custom_dtype", lambda: score_mods.custom(_half), "expected the same shape and dtype"),
       ("custom_number", lambda: score_mods.custom(lambda x, b, h, q, k: 1.0), "same shape"),
       ("custom_branch", lambda: score_mods.custom(lambda x, b, h, q, k: x if q > k else -x),
-       r"custom: function=.*failed for arrays.*truth value.*jnp.where in place of `if`"),
+       r"custom: function=.*failed while it was traced.*truth value.*jnp.where in place of `if`"),
       ("custom_numpy", lambda: score_mods.custom(lambda x, b, h, q, k: np.exp(x)),
-       "custom: function=.*failed for arrays"),
+       "custom: function=.*failed while it was traced with arrays"),
       ("custom_select", lambda: score_mods.custom(
           lambda x, b, h, q, k: jax.lax.select_n(q > k, x, -x)), "shapes that broadcast"),
       ("custom_mean", lambda: score_mods.custom(_mean), "applies `reduce_sum` to the scores"),

@@ -13,7 +13,7 @@ from attn_core import checks
 from attn_core.masks import constructors, mask as mask_lib, selected
 from attn_core.masks.info import MaskInfo
 from attn_core.masks.mask import Mask
-from attn_core.types import ArrayLayout, SlidingWindow
+from attn_core.types import ArrayLayout, SlidingWindow, are_known
 
 Shape = tuple[int, ...]
 
@@ -75,7 +75,8 @@ def make_mask(given: MaskArguments, shape: Shape) -> Mask:
            if given.causal else "nothing that depends on positions")
         # Heads that stand where tokens do: more query heads than key heads.
         + ("; layout='bhtd' for arrays [B, H, T, D]"
-           if given.layout == "bthd" and 0 < keys < queries and queries % keys == 0 else ""))
+           if given.layout == "bthd" and are_known(queries, keys) and 0 < keys < queries
+           and queries % keys == 0 else ""))
   mask = info.to_mask(mask)
   if not (isinstance(offset, int) and offset == 0):
     mask = constructors.offset(mask, offset)

@@ -57,8 +57,8 @@ def ragged_page_attention_v2(query: ArrayLike, cache: PagesV2,
 
   The output of a request has the same bits alone, in any batch, in any pages and in any chunks of a
   prefill, for given `block_sizes` and without `distribution` and `prefixes` in `pages_metadata`.
-  Prefixes change the order of sums where they cut the pages of a request: with the same cut it has
-  the same bits alone and in any batch, see `caches.prefixes`.
+  Prefixes change the order of sums where they cut the pages of a request: with the same cut, and
+  given `block_sizes`, it has the same bits alone and in any batch, see `caches.prefixes`.
 
   >>> import numpy as np
   >>> from attn_core import Heads, PagesMetadata, PagesV2, ragged_page_attention_v2

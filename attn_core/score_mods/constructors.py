@@ -272,9 +272,8 @@ def custom(function: Callable[..., jax.Array], *operands: ArrayLike) -> ScoreMod
   Raises:
     ValueError: `function` is not callable, does not accept 5 arguments and the operands, captures a
       traced array, fails for arrays, as `if query > key` does, returns another shape or dtype than
-      its first argument's, or, as far as its
-      operations tell, mixes scores, looks numbers up by scores, or depends on the tile of the
-      scores that it gets, such as on its shape.
+      its first argument's, or, as far as its operations tell, mixes scores, looks numbers up by
+      scores, or depends on the tile of the scores that it gets, such as on its shape.
   """
   arrays = tuple(map(_as_array, operands))
   functions.check(function, arrays)

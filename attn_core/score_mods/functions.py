@@ -51,11 +51,13 @@ def _traced(function: Callable[..., jax.Array], operands: Sequence[Array],
                                     for x in operands))
   try:
     traced, result = jax.make_jaxpr(function, return_shape=True)(*given)
+  except jax.errors.UnexpectedTracerError:  # says more itself
+    raise
   except (IndexError, TypeError, ValueError) as error:
     first = str(error).partition("\n")[0]
-    raise ValueError(f"custom: function={function!r} failed for arrays of several pairs ({first}); "
-                     "expected an elementwise function of jax.numpy: jnp.where in place of `if`, "
-                     "shapes that broadcast") from error
+    raise ValueError(f"custom: function={function!r} failed while it was traced with arrays "
+                     f"({first}); expected an elementwise function of jax.numpy: jnp.where in "
+                     "place of `if`, shapes that broadcast") from error
   if not isinstance(result, jax.ShapeDtypeStruct) or (
       result.shape, result.dtype) != (score.shape, score.dtype):
     raise ValueError(f"custom: function={function!r} returned {result} for scores "

@@ -83,7 +83,8 @@ def _refusal_of_function(term: terms.Custom) -> str | None:
   try:
     traced = jax.make_jaxpr(term.function)(score, one, one, whole, whole, *numbers)
   except (IndexError, TypeError, ValueError):  # as of a `lax.cond` by a number
-    return f"{name}, which does not take its batch row, its head and numbers as arrays [1, 1]"
+    return (f"{name}, which fails for a tile of two axes with its batch row, its head and numbers "
+            "as arrays [1, 1]")
   if traced.consts:
     return f"{name}, which captures arrays"
   found = sorted(_operations(traced.jaxpr) - _OPERATIONS)

@@ -10,8 +10,9 @@ Plain XLA and the kernel for TPUs compute such calls; Hopper GPUs run plain XLA.
 
 A result's bits depend on where the pages of its request are cut, and not on the other requests. To
 get the same bits in any batch, cut every request that begins with a prefix after that prefix: with
-`min_requests=1`, `page_counts` of the prefix alone, the same for all that share any of its pages,
-and `num_levels=1`, `find` does so for one request too.
+`min_requests=1`, `page_counts` of the prefix alone, so that requests that share a page share all
+pages counted, and `num_levels=1`, `find` does so for one request too. Calls of other shapes need
+the same `block_sizes` as well: those chosen for you depend on shapes.
 
 >>> import numpy as np
 >>> from attn_core.caches import prefixes
@@ -45,7 +46,7 @@ class Prefixes(NamedTuple):
   """The groups of requests on every level, each with the pages that it adds to those above it."""
 
   page_tables: Array  # int32 [num_levels, R, max_pages]; entries past a group's last are not read
-  page_counts: Array  # int32 [num_levels, R]: pages of each group; 0: none, as for single requests
+  page_counts: Array  # int32 [num_levels, R]: pages of each group, which may be 0
   # int32 [num_levels, R + 1]: group n has the requests order[rows[n]:rows[n + 1]]. All requests are
   # in some group; those past the last one are empty.
   rows: Array
@@ -62,8 +63,9 @@ def find(page_tables: ArrayLike, page_counts: ArrayLike, num_levels: int = 1,
       alone are shared; 0 for a row that is not in use.
     num_levels: depth of the tree; more levels find more that is shared, and each costs a pass.
     min_requests: the smallest group whose pages are read together; few take longer together than
-      one by one. 1: every request is cut after its page_counts or those of its group, so that its
-      result has the same bits alone.
+      one by one. 1: groups of one request, too, cut after its page_counts. A result has the same
+      bits alone if requests that share a page share all pages that page_counts names, and
+      num_levels is 1.
 
   Returns:
     A `Prefixes` of numpy arrays, whose shapes depend on R, max_pages and num_levels only.
@@ -84,15 +86,14 @@ def find(page_tables: ArrayLike, page_counts: ArrayLike, num_levels: int = 1,
   # What is not shared differs from row to row.
   own = np.where(np.arange(width) < counts[:, None], tables, -1 - np.arange(requests)[:, None])
   order = np.array(sorted(range(requests), key=lambda row: own[row].tobytes()), np.int32)
-  own = own[order]
+  own, counts = own[order], counts[order]
   shared = np.cumprod(own[1:] == own[:-1], axis=1).sum(1)  # pages that neighbors share
   found = Prefixes(np.zeros((num_levels, requests, width), np.int32),
                    np.zeros((num_levels, requests), np.int32),
                    np.full((num_levels, requests + 1), requests, np.int32), order)
   groups = [(0, requests, 0)]  # (first, end, pages above)
   for level in range(num_levels):
-    parts = [part for group in groups
-             for part in _parts(group, shared, counts[order], min_requests)]
+    parts = [part for group in groups for part in _parts(group, shared, counts, min_requests)]
     for n, (first, _, above, count) in enumerate(parts):
       found.page_tables[level, n, :count] = own[first, above:above + count]
       found.page_counts[level, n] = count

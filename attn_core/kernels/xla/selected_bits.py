@@ -5,7 +5,9 @@
 All unions of an attention are found before its loops, by the same operations in the forward and in
 the backward, so that XLA computes them once where both are in one program. A bit for each list and
 key block takes T * S / 8 bytes for lists of single keys. Lists for which unions are used name at
-least a sixteenth of all keys, in 4 bytes each: that is twice as much.
+least a sixteenth of all keys, in 4 bytes each: that is twice as much. It is not where there are few
+queries, as a tile has bits for all of its own, or where `block_q` divides no tile, so that each
+query has bits. Unions take T * S / 64 bytes more for each batch row whose lists or mask differ.
 """
 
 import functools
@@ -156,8 +158,7 @@ def _list_at(inputs: Inputs, at: Index, number: jax.Array) -> jax.Array:
       0), (1, 1, 1, length)).reshape(length)
 
 
-def _of_tile(inputs: Inputs, possible: jax.Array,
-             at: Index) -> Unions:
+def _of_tile(inputs: Inputs, possible: jax.Array, at: Index) -> Unions:
   """Returns the key blocks that the queries of a tile list and may see.
 
   Args:

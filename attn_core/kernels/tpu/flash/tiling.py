@@ -44,7 +44,7 @@ LEAST_GROUPED_ROWS = 512  # of a head, where a step computes several and their b
 # instead of 2,048 it is 2% slower, in half of the code, but one that is computed again costs half.
 WHOLE_KEYS, WHOLE_WIDTHS = (2048, 4096), (64, 128)
 LONG_KEYS = 8192  # from this length on, a mask that may show most of a row is LONG
-# In a forward of heads wider than the lanes one that shows at most this many keys of a row is not.
+# In a forward of heads wider than the lanes, one whose keys lie within this many positions is not.
 WIDE_NARROW_KEYS = 4096
 # With a dense mask, whose code is longer in larger blocks, and in 32 bits with any number of pairs.
 # In 16 bits a bias takes the blocks of MASKED.

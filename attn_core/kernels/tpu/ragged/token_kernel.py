@@ -195,7 +195,8 @@ def _refs(form: _Form, parts: Sequence[Sequence[Ref]],
     new = row_writes.refs(new, new_rows, pages, of_rows) if of_rows else new
   return KernelRefs(form.spec, form.shape, steps, num_live, tables,
                     scalars[-1] if form.has_scales else None, rows, sources, (out, lse), buffers,
-                    words, online_softmax.Running(*running), arrived, counters, mods, drafts), t, new
+                    words, online_softmax.Running(*running), arrived, counters, mods,
+                    drafts), t, new
 
 
 def _kernel(k: KernelRefs, t: TokenRefs, new: NewTokenRefs | RowRefs | None) -> None:

@@ -202,7 +202,8 @@ def _weigh(step: _Step, part: TilePart, weights: jax.Array) -> jax.Array:
 def _rounded(k: KernelRefs, weights: jax.Array) -> jax.Array:
   """Rounds weights before they are summed as before their product, for an output of more bits.
 
-  As in `SoftmaxForm.rounds_to` of the flash kernel: derivatives read such an output.
+  As in `SoftmaxForm.rounds_to` of the flash kernel: derivatives read such an output, and so does
+  the merge of prefixes. The lse then has the rounding of the weights.
   """
   if k.outputs[0].dtype.itemsize <= k.rows.dtype.itemsize:
     return weights
