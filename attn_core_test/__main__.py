@@ -7,12 +7,11 @@ of virtual devices, when they are imported; `loaded` starts them. Modules listed
 are divided into pieces, each of which runs every n-th test. Without patterns the tests that
 `sampling` tags as slow are left out; `--slow` runs them too, and `--slow --rotation K/N` the K-th
 of N parts of them. A module given by name runs whole, except for slow cases. `--short` leaves out
-what sampling.SHARDS lists, and of most other modules all but one test of each class. `--again`, for
-a second run with other versions of Python and JAX, leaves out what they cannot change. All
-processes share a cache of compiled programs, which is removed at the end. A piece prints one line
-when it is done, and its whole output if a test failed, else the lines that begin with MARK. The
-last line is `N passed, M failed, K skipped`; the exit status is 0 only if tests ran and none
-failed.
+what sampling.SHARDS lists, and of most other modules all but one test. `--again`, for a second run
+with other versions of Python and JAX, leaves out what they cannot change. All processes share a
+cache of compiled programs, which is removed at the end. A piece prints one line when it is done,
+and its whole output if a test failed, else the lines that begin with MARK. The last line is
+`N passed, M failed, K skipped`; the exit status is 0 only if tests ran and none failed.
 """
 
 import argparse
@@ -50,7 +49,7 @@ class Piece(NamedTuple):
   module: str  # such as "rope_test"
   index: int  # 0 <= index < total
   total: int
-  few: bool = False  # run one test of each class
+  few: bool = False  # run one test
 
   def __str__(self) -> str:
     return self.module if self.total == 1 else f"{self.module} [{self.index + 1}/{self.total}]"

@@ -7,6 +7,7 @@ Skips tests that `sampling` calls slow and that this run does not select; the mo
 """
 
 import gc
+import os
 import runpy
 import sys
 
@@ -18,8 +19,11 @@ from attn_core_test import sampling, small_programs
 def main(module: str) -> None:
   """Runs the quick tests of a module, and the slow ones that this rotation selects."""
   all_names = absltest.TestLoader.getTestCaseNames
+  one_test = sampling.OneTest()
 
   def taken_names(self: absltest.TestLoader, case: type) -> list[str]:
+    if os.environ.get(sampling.FEW):
+      return one_test.of_class(case, all_names(self, case))
     return sampling.taken_of(all_names(self, case), f"{module}.{case.__name__}")
 
   absltest.TestLoader.getTestCaseNames = taken_names

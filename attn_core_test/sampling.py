@@ -114,7 +114,7 @@ LONG = ("static_tpu_test", "gpu_paged_test", "page_reading_test", "tpu_memory_te
         "odd_lengths_test", "typing_test", "loss_scaling_test", "tpu_versions_test")
 
 # Modules that read files of the checkout, which Bazel has to know. Of the others `--short` runs one
-# test of each class: README.md's command runs all of them with the same packages.
+# test: README.md's command runs all of them with the same packages.
 READERS = ("adapters_recipes_test", "doctest_test", "english_test",
            "equivalents_test", "gpu_faults_test", "import_graph_test", "mesh_test",
            "notebooks_test", "packaging_test", "parity_test", "pictures_test", "readme_test",
@@ -132,7 +132,7 @@ ONCE = ("english_test", "import_graph_test", "parity_test", "pictures_test", "re
 # test: what XLA's optimizations for this CPU make of them is not what they test, and takes a fifth
 # of their time.
 EMULATING = ("tpu_*test", "gpu_*test", "strict_modes_test", "documents_test", "benchmark_test",
-             "programs_test", "ring_test")
+             "programs_test", "ring_test", "numpy_*test")
 
 # Options of a compiler for results that a test compares with, such as an oracle's in float64, and
 # for kernels of other chips: `jax.jit(function, compiler_options=sampling.LEAST)`.
@@ -160,7 +160,7 @@ OF_MEANING = ("adapters*test", "approved_test", "arguments_test", "bad_input_tes
               "whole_calls_test")
 
 VARIABLE = "ATTN_CORE_SLOW"  # "K/N" in the environment: the slow tests of this rotation run
-FEW = "ATTN_CORE_FEW"  # in the environment: one test of each class runs
+FEW = "ATTN_CORE_FEW"  # in the environment: one test of each module runs
 AGAIN = "ATTN_CORE_AGAIN"  # in the environment: what README.md's command ran is not run again
 SKIPPED = "slow: `python3 -m attn_core_test --slow` runs it"
 
@@ -246,6 +246,24 @@ def share_of(test: str) -> int:
   return next((n for pattern, n in QUICK.items() if fnmatch.fnmatchcase(test, pattern)), 1)
 
 
+class OneTest:
+  """Takes one test of a module: of each class until one is found that is not skipped."""
+
+  def __init__(self) -> None:
+    self._taken: dict[type, list[str]] = {}
+    self._found = False
+
+  def of_class(self, case: type, tests: Sequence[str]) -> list[str]:
+    """Returns the test to run, or none, of the tests of one class; the same whenever asked."""
+    if case not in self._taken:
+      skipped = lambda name: any(getattr(x, "__unittest_skip__", False)
+                                 for x in (case, getattr(case, name)))
+      first = sorted(tests, key=lambda name: (skipped(name), number_of(name)))[:1]
+      self._taken[case] = [] if self._found else first
+      self._found |= not all(map(skipped, first))
+    return self._taken[case]
+
+
 def taken_of(tests: Sequence[str], group: str, rotation: Rotation | None = ROTATION) -> list[str]:
   """Returns the tests of one class that a run of the suite takes, in their order.
 
@@ -254,8 +272,6 @@ def taken_of(tests: Sequence[str], group: str, rotation: Rotation | None = ROTAT
     group: name of the class with its module.
     rotation: which of the slow ones run too; None: none.
   """
-  if os.environ.get(FEW):
-    return sorted(tests, key=number_of)[:1]
   alike = collections.defaultdict(list)
   # By a hash, since every n-th case may well be of one kind.
   for name in sorted(tests, key=lambda name: (number_of(name), name)):

@@ -7,6 +7,7 @@ And the processes that run them: each has an environment, an output and an end o
 
 import pathlib
 import tempfile
+import unittest
 from unittest import mock
 
 from absl.testing import absltest
@@ -70,9 +71,17 @@ class SamplingTest(parameterized.TestCase):
     self.assertEqual({piece.module for piece in short if piece.few},
                      set(modules) - {*sampling.SHARDS, *sampling.READERS})
 
-  def test_one_test_of_each_class(self):
-    self.enter_context(mock.patch.dict("os.environ", {sampling.FEW: "1"}))
-    self.assertLen(sampling.taken_of(NAMES, "a.B"), 1)
+  def test_one_test_of_a_module(self):
+    run = lambda case: None
+    skipped = type("Skipped", (), dict.fromkeys(NAMES, unittest.skip("")(run)))
+    first, second = (type(name, (), dict.fromkeys(NAMES, run)) for name in ("First", "Second"))
+    setattr(first, min(NAMES, key=sampling.number_of), unittest.skip("")(run))
+    one = sampling.OneTest()
+    classes = unittest.skip("")(type("Whole", (), dict.fromkeys(NAMES, run))), skipped, first
+    for _ in range(2):
+      taken = [one.of_class(case, NAMES) for case in (*classes, second)]
+      quick = min(NAMES, key=sampling.number_of)
+      self.assertEqual(taken, [[quick], [quick], [sorted(NAMES, key=sampling.number_of)[1]], []])
 
 
 class SmallProgramsTest(parameterized.TestCase):

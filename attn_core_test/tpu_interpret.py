@@ -3,14 +3,53 @@
 """Runs TPU kernels on the CPU: with a race detector, and with the bytes of transfers counted."""
 
 import contextlib
+import functools
 import io
 from typing import Any, Iterator, NamedTuple
 from unittest import mock
 
 import jax
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental import io_callback
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
+
+from attn_core_test import numpy_programs
+
+interpret_by_xla = interpret_pallas_call.interpret_pallas_call
+
+
+def random_order(grid: tuple, parameters: Any, seed: int | None) -> tuple[jax.Array, ...]:
+  """Returns coordinates along each parallel axis of a grid in a random order, none along others."""
+  random = np.random.default_rng(seed or 0)
+  parallel = interpret_pallas_call._get_parallel_dim_semantics(parameters, len(grid))
+  return tuple(jnp.asarray(random.permutation(size) if each else (), jnp.int32)
+               for size, each in zip(grid, parallel))
+
+
+def interpret_by_numpy(*arguments: Any, **parameters: Any) -> list[jax.Array]:
+  """Interprets a kernel as JAX does, by one callback that needs no compiler.
+
+  Callbacks of kernels are in order, as the barriers of JAX's interpreter see to.
+  """
+  with mock.patch.object(interpret_pallas_call, "_get_randomized_grid_coordinates", random_order):
+    traced = jax.make_jaxpr(functools.partial(interpret_by_xla, **parameters))(*arguments)
+  jaxpr = getattr(traced, "jaxpr", traced)
+  places = [equation for equation in jaxpr.eqns if equation.primitive.name == "axis_index"]
+  # Which device this is only the program around the callback knows.
+  jaxpr = jaxpr.replace(
+      eqns=[equation for equation in jaxpr.eqns if equation not in places],
+      invars=[*jaxpr.invars, *(equation.outvars[0] for equation in places)])
+  program = numpy_programs.Program(jaxpr, traced.consts)
+
+  def run(*values: Any) -> list:
+    with np.errstate(all="ignore"):
+      return program(*map(np.asarray, values))
+
+  avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars]
+  return io_callback(run, avals, *arguments, *(
+      equation.primitive.bind(**equation.params) for equation in places), ordered=True)
 
 
 @contextlib.contextmanager
@@ -19,7 +58,9 @@ def interpreted(transfers: str = "on_wait") -> Iterator[None]:
   printed = io.StringIO()
   parameters = pltpu.InterpretParams(
       detect_races=True, uninitialized_memory="nan", dma_execution_mode=transfers)
-  with contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(parameters):
+  with contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(
+      parameters), mock.patch.object(
+          interpret_pallas_call, "interpret_pallas_call", interpret_by_numpy):
     yield
   assert "RACE" not in printed.getvalue(), printed.getvalue()
 
