@@ -8,8 +8,9 @@ its number of registers (USETMAXREG) has no others. A copy to shared memory (UTM
 address and coordinates from registers that were set for it.
 """
 
+import functools
 import re
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Collection, Iterator, NamedTuple
 
 REGISTER = re.compile(r"(?<![A-Z])R(\d+)(\.64)?")
 PRODUCT = re.compile(r"[HQI]GMMA(?:\.SP)?\.64x(\d+)x\d+\.(F32|S32|F16)")
@@ -126,11 +127,12 @@ def _executed(instruction: Instruction, state: State) -> tuple[State, str]:
   return state, _named(used_registers(text) & {x for x, _ in state}) if state else ""
 
 
-def _named(registers: set[int]) -> str:
+def _named(registers: Collection[int]) -> str:
   return f"R{min(registers)} of a running product" if registers else ""
 
 
-def product_registers(text: str) -> tuple[set[int], set[int]] | None:
+@functools.lru_cache(maxsize=4096)  # data flow reads an instruction often
+def product_registers(text: str) -> tuple[frozenset[int], frozenset[int]] | None:
   """Returns registers that a product (adds to, reads on the left); None: no product."""
   kind = PRODUCT.match(text)
   if kind is None:
@@ -138,15 +140,16 @@ def product_registers(text: str) -> tuple[set[int], set[int]] | None:
   columns, dtype = int(kind.group(1)), kind.group(2)
   operands = [REGISTER.match(x.strip()) for x in text.split(None, 1)[1].split(",")]
   count = columns // (4 if dtype == "F16" else 2)
-  span = lambda found, size: set(
-      range(int(found.group(1)), int(found.group(1)) + size)) if found else set()
+  span = lambda found, size: frozenset(
+      range(int(found.group(1)), int(found.group(1)) + size) if found else ())
   return span(operands[0], count), span(operands[1], OPERAND_REGISTERS)
 
 
-def used_registers(text: str) -> set[int]:
+@functools.lru_cache(maxsize=4096)
+def used_registers(text: str) -> frozenset[int]:
   """Returns the registers that an instruction names, all of each operand."""
   if product := product_registers(text):
-    return product[0] | product[1]
+    return frozenset(product[0] | product[1])
   name, _, operands = text.partition(" ")
   wide = next((size for pattern, size in _WIDTHS if pattern.search(name)), 1)
   found = set()
@@ -156,7 +159,7 @@ def used_registers(text: str) -> set[int]:
       size = 2 if double else 1 if inside or (
           name.startswith("IMAD.WIDE") and position in (1, 2)) else wide
       found.update(range(int(number), int(number) + size))
-  return found
+  return frozenset(found)
 
 
 def limits(instructions: list[Instruction], registers: int, threads: int) -> list[str]:
@@ -214,6 +217,7 @@ def unset(instructions: list[Instruction]) -> list[str]:
   return found
 
 
+@functools.lru_cache(maxsize=4096)
 def _uniform_set(text: str) -> range:
   """Returns the uniform registers that an instruction sets."""
   found = re.match(r"(\S+) UR(\d+)\b", text)
@@ -240,15 +244,16 @@ def _condition(instructions: list[Instruction], before: list[list[int]],
   return predicate.startswith("!"), found
 
 
-def _predicates_set(text: str) -> list[str]:
+@functools.lru_cache(maxsize=4096)
+def _predicates_set(text: str) -> tuple[str, ...]:
   """Returns the predicates that an instruction sets."""
   name, _, operands = text.partition(" ")
   if name.startswith(("BRA", "JMP", "EXIT")):
-    return []
+    return ()
   given = [x.strip() for x in operands.split(",")]
   # Sums set carries, after their first operand; votes and others read what follows the first.
   last = 3 if "IADD3" in name else 1 if name.startswith("VOTEU") else 2
-  return [x for x in given[:last] if re.fullmatch(r"U?P\d", x)]
+  return tuple(x for x in given[:last] if re.fullmatch(r"U?P\d", x))
 
 
 def _reaching(before: list[list[int]], place: int,

@@ -34,19 +34,6 @@ def interpret(run: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _program(jaxpr: Any) -> numpy_programs.Program:
-  plain = getattr(jaxpr, "jaxpr", jaxpr)
-  return numpy_programs.Program(plain.replace(
-      constvars=(), invars=[*plain.constvars, *plain.invars]), ())
-
-
-def run_thread(jaxpr: Any, constants: Any, *arguments: Any) -> None:
-  """Runs a thread of a kernel by NumPy, for which JAX's interpreter has a compiler."""
-  with np.errstate(all="ignore"):
-    _program(jaxpr)(*map(np.asarray, (*constants, *arguments)))
-
-
-@functools.lru_cache(maxsize=8)
 def _jitted(run: Callable[..., Any]) -> Callable[..., Any]:
   return jax.jit(run)
 
@@ -54,12 +41,12 @@ def _jitted(run: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
   """Runs GPU kernels on the CPU; fails on a detected race, which jax before 0.12 only prints."""
-  # Of jax 0.11 and later.
-  from jax._src.pallas.mosaic_gpu.interpret import shared_memory  # pylint: disable=g-import-not-at-top
+  # pylint: disable-next=g-import-not-at-top
+  from jax._src.pallas.mosaic_gpu.interpret import shared_memory  # of jax 0.11 and later
   printed, to_int = io.StringIO(), shared_memory._to_int
   with (contextlib.redirect_stdout(printed),
         plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
-        mock.patch.object(thread_map, "_run_jaxpr", run_thread),
+        mock.patch.object(thread_map, "_run_jaxpr", numpy_programs.run_thread),
         mock.patch.object(shared_memory, "_to_int", lambda x: to_int(
             int(x) if isinstance(x, np.integer) else x))):
     yield

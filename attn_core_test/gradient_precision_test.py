@@ -68,28 +68,38 @@ def inputs(kind: str, dtype: str, names: tuple[str, ...],
           jnp.asarray(normal(B, tokens, H, D), dtype))
 
 
-def gradients(run, arrays: dict, cotangent: jax.Array, evaluate=lambda f, *x: f(*x)) -> dict:
-  """Returns gradients in float64 of sum(run(arrays) * cotangent), computed by evaluate(f, *x)."""
+@functools.cache  # the same object, so that jax.jit compiles it once
+def gradient_of(run):
+  """Returns (arrays, cotangent) -> gradient of sum(run(arrays) * cotangent)."""
   loss = lambda arrays, cotangent: (run(arrays).astype(cotangent.dtype) * cotangent).sum(
       dtype=jnp.promote_types(cotangent.dtype, jnp.float32))
-  found = evaluate(jax.grad(loss), arrays, cotangent)
+  return jax.grad(loss)
+
+
+def gradients(run, arrays: dict, cotangent: jax.Array, evaluate=lambda f, *x: f(*x)) -> dict:
+  """Returns gradients in float64 of sum(run(arrays) * cotangent), computed by evaluate(f, *x)."""
+  found = evaluate(gradient_of(run), arrays, cotangent)
   return {name: np.asarray(x, np.float64) for name, x in found.items()}
+
+
+def by_oracle(arrays):
+  """Returns the oracle's output."""
+  spec, sinks = AttentionSpec(jax.tree.structure(masks.causal()), D**-0.5), arrays.get("sinks")
+  return oracle.attention(Operands(
+      arrays["query"], arrays["key"], arrays["value"], arrays.get("bias"), MaskOperands(()),
+      None if sinks is None else sinks[None]), spec).attention_outputs
+
+
+exact_gradient = jax.jit(gradient_of(by_oracle), compiler_options=sampling.LEAST)
 
 
 @functools.cache
 def exact(kind: str, dtype: str, names: tuple[str, ...], tokens: int = T) -> dict:
   """Returns the oracle's gradients in float64."""
-  arrays, cotangent = inputs(kind, dtype, names, tokens)
-  spec = AttentionSpec(jax.tree.structure(masks.causal()), D**-0.5)
-  def run(arrays):
-    sinks = arrays.get("sinks")
-    return oracle.attention(Operands(
-        arrays["query"], arrays["key"], arrays["value"], arrays.get("bias"), MaskOperands(()),
-        None if sinks is None else sinks[None]), spec).attention_outputs
   with jax.enable_x64(True):
-    widened = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), (arrays, cotangent))
-    return gradients(run, *widened, evaluate=lambda f, *x: jax.jit(
-        f, compiler_options=sampling.LEAST)(*x))
+    widened = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)),
+                           inputs(kind, dtype, names, tokens))
+    return gradients(by_oracle, *widened, evaluate=lambda _, *x: exact_gradient(*x))
 
 
 def jax_nn(arrays: dict) -> jax.Array:
@@ -107,11 +117,14 @@ def jax_nn(arrays: dict) -> jax.Array:
                                       implementation="xla")
 
 
+compiled_jax_nn = jax.jit(jax_nn)
+
+
 @functools.cache
 def errors_of_jax(kind: str, dtype: str, names: tuple[str, ...], tokens: int = T) -> dict:
   """Returns `errors` of jax.nn."""
   # Compiled for a CPU, JAX's function refuses float16; uncompiled, it computes it.
-  run = jax_nn if dtype == "float16" else jax.jit(jax_nn)
+  run = jax_nn if dtype == "float16" else compiled_jax_nn
   return errors(gradients(run, *inputs(kind, dtype, names, tokens)),
                 exact(kind, dtype, names, tokens))
 
@@ -132,18 +145,21 @@ class ComparingTest(parameterized.TestCase):
                              f"{what} relative error of the gradient of {name}; jax.nn's is {y}")
 
 
+@functools.cache
+def call(mechanism: str, platform: str):
+  """Returns a mechanism's output of arrays by name, compiled once for all arrays of a shape."""
+  metadata = OperationMetadata(platform=platform, compute_capability="9.0")
+  return jax.jit(lambda arrays: attention(
+      arrays["query"], arrays["key"], arrays["value"], mechanism=mechanism,
+      bias=arrays.get("bias"), softmax_aux=arrays.get("sinks"),
+      metadata=metadata).attention_outputs)
+
+
 class GradientPrecisionTest(ComparingTest):
 
   def check(self, mechanism, kind, dtype, platform="cpu", names=None, tokens=T, **evaluate):
-    names = names or MECHANISMS[mechanism]
-    metadata = OperationMetadata(platform=platform, compute_capability="9.0")
-    def run(arrays):
-      return attention(
-          arrays["query"], arrays["key"], arrays["value"], mechanism=mechanism,
-          bias=arrays.get("bias"), softmax_aux=arrays.get("sinks"),
-          metadata=metadata).attention_outputs
-    of_inputs = kind, dtype, names, tokens
-    found = gradients(jax.jit(run), *inputs(*of_inputs), **evaluate)
+    of_inputs = kind, dtype, names or MECHANISMS[mechanism], tokens
+    found = gradients(call(mechanism, platform), *inputs(*of_inputs), **evaluate)
     self.compare(found, FLOORS[platform], *of_inputs)
 
   @parameterized.named_parameters(*QUICK)

@@ -75,9 +75,25 @@ def program(function: Callable, *examples: Any) -> Program:
   return Program(jax.make_jaxpr(function)(*examples))
 
 
+@functools.lru_cache(maxsize=8)
+def _thread_program(jaxpr: Any) -> Program:
+  plain = getattr(jaxpr, "jaxpr", jaxpr)
+  return Program(plain.replace(constvars=(), invars=[*plain.constvars, *plain.invars]), ())
+
+
+def run_thread(jaxpr: Any, constants: Sequence[Any], *arguments: Any) -> None:
+  """Runs one thread of a kernel, for which the interpreters of JAX have a compiler."""
+  with np.errstate(all="ignore"):
+    _thread_program(jaxpr)(*map(np.asarray, (*constants, *arguments)))
+
+
 def plain(function: Callable) -> Rule:
   """Returns the rule of a primitive whose parameters do not matter."""
   return lambda equation: function
+
+
+def unchanged(equation: Any) -> Callable:
+  return (lambda *x: x) if equation.primitive.multiple_results else (lambda x: x)
 
 
 def is_float(x: Any) -> bool:
@@ -323,10 +339,18 @@ def callback(equation: Any) -> Callable:
 
 
 def rolled(equation: Any) -> Callable:
-  axis, stride = equation.params["axis"], equation.params["stride"]
-  if stride is not None:
-    raise NotImplementedError(f"stride={stride!r}: rolls are expected to have none")
-  return lambda x, shift: np.roll(x, int(shift), axis)
+  """Rolls; along `stride_axis` each row by `stride` places more than the one before."""
+  p = equation.params
+  def run(x, shift):
+    if p["stride"] is None:
+      return np.roll(x, int(shift), p["axis"])
+    places = [1] * x.ndim, [1] * x.ndim
+    for ones, axis in zip(places, (p["axis"], p["stride_axis"])):
+      ones[axis] = x.shape[axis]
+    along, rows = (np.arange(math.prod(ones)).reshape(ones) for ones in places)
+    size = x.shape[p["axis"]]
+    return np.take_along_axis(x, (along - int(shift) - p["stride"] * rows) % size, p["axis"])
+  return run
 
 
 def words_as(equation: Any) -> Callable:
@@ -338,23 +362,40 @@ def words_as(equation: Any) -> Callable:
   return run
 
 
+def each(function: Callable[[float], float]) -> Callable:
+  """Returns a function of arrays, which computes each number alone."""
+  return lambda x: np.vectorize(function, otypes=[float])(x).astype(x.dtype)
+
+
+# By JAX's number of the method: halves go away from zero, or to even numbers.
+ROUNDS = (lambda x: np.copysign(np.floor(abs(x) + x.dtype.type(0.5)), x), np.rint)
+
+# Functions of primitives whose parameters do not matter.
+PLAIN: dict[str, Callable[..., Any]] = {
+    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": divided,
+    "max": np.maximum, "min": np.minimum, "rem": np.fmod, "pow": np.power,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
+    "gt": np.greater, "ge": np.greater_equal, "neg": np.negative, "abs": np.abs,
+    "sign": np.sign, "floor": np.floor, "ceil": np.ceil, "exp": np.exp, "exp2": np.exp2,
+    "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "tanh": np.tanh, "sin": np.sin,
+    "cos": np.cos, "sqrt": np.sqrt, "rsqrt": lambda x: (1 / np.sqrt(x)).astype(x.dtype),
+    "logistic": lambda x: (1 / (1 + np.exp(-x))).astype(x.dtype), "square": np.square,
+    "one_minus_square": lambda x: (1 + x) * (1 - x), "cbrt": np.cbrt, "tan": np.tan,
+    "atan": np.arctan, "atan2": np.arctan2, "sinh": np.sinh, "cosh": np.cosh,
+    "erf": each(math.erf), "is_finite": np.isfinite,
+    "select_n": select, "dynamic_update_slice": updated,
+    "shift_left": functools.partial(shifted, left=True), "shift_right_arithmetic": shifted,
+    "shift_right_logical": functools.partial(shifted, logical=True),
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "copy": np.array, "copy_p": np.array}
+
 RULES: dict[str, Rule] = {
-    **{name: plain(function) for name, function in {
-        "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": divided,
-        "max": np.maximum, "min": np.minimum, "rem": np.fmod, "pow": np.power,
-        "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
-        "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
-        "gt": np.greater, "ge": np.greater_equal, "neg": np.negative, "abs": np.abs,
-        "sign": np.sign, "floor": np.floor, "ceil": np.ceil, "exp": np.exp, "exp2": np.exp2,
-        "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "tanh": np.tanh, "sin": np.sin,
-        "cos": np.cos, "sqrt": np.sqrt, "rsqrt": lambda x: (1 / np.sqrt(x)).astype(x.dtype),
-        "logistic": lambda x: (1 / (1 + np.exp(-x))).astype(x.dtype), "square": np.square,
-        "is_finite": np.isfinite, "select_n": select, "dynamic_update_slice": updated,
-        "shift_left": functools.partial(shifted, left=True), "shift_right_arithmetic": shifted,
-        "shift_right_logical": functools.partial(shifted, logical=True),
-        "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-        "optimization_barrier": lambda *x: x, "copy": np.array, "copy_p": np.array,
-        "remove_memory_space": lambda x: x, "multiple_of": lambda x: x}.items()},
+    **{name: plain(function) for name, function in PLAIN.items()},
+    # What only a compiler needs to know; of arrays of one device.
+    **dict.fromkeys(("optimization_barrier", "remove_memory_space", "multiple_of", "pvary",
+                     "reshard", "sharding_constraint"), unchanged),
+    "round": lambda e: ROUNDS[int(e.params["rounding_method"])],
     "integer_pow": lambda e: lambda x: np.power(x, e.params["y"]).astype(x.dtype),
     "concatenate": lambda e: lambda *x: np.concatenate(x, e.params["dimension"]),
     "transpose": lambda e: lambda x: x.transpose(e.params["permutation"]),

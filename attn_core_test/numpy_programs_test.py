@@ -34,7 +34,8 @@ EXACT = {
                      lax.bitcast_convert_type(F, jnp.uint16)),
     "order": lambda: (F == G, F != G, F < G, F <= G, F > G, F >= G, lax.max(F, G), lax.min(F, G),
                       lax.clamp(-1.0, F, 2.0), jnp.isfinite(F), I < J, lax.max(I, J)),
-    "rounding": lambda: (jnp.floor(F), jnp.ceil(F), jnp.sqrt(abs(F)), jnp.square(F)),
+    "rounding": lambda: (jnp.floor(F), jnp.ceil(F), jnp.sqrt(abs(F)), jnp.square(F),
+                         lax.round(S / 2), jnp.round(S / 2)),
     "dtypes": lambda: [F.astype(dtype) for dtype in (
         jnp.bfloat16, jnp.float16, jnp.int32, jnp.int8, jnp.uint8, jnp.bool_)] + [
             I.astype(dtype) for dtype in (jnp.int8, jnp.uint16, jnp.float32, jnp.bool_)] + [
@@ -63,18 +64,21 @@ EXACT = {
                       lax.scan(lambda c, _: (c * 2, None), 1.0, length=3),
                       [lax.cond(x > 1, lambda y: y + 1, lambda y: y - 1, F) for x in (0, 2)],
                       [lax.switch(x, [lambda: 1, lambda: 2, lambda: 3]) for x in (-4, 1, 9)]),
-    "kernels": lambda: (pltpu.bitcast(jnp.asarray(S[:2, :, :4]), jnp.uint16),
+    "kernels": lambda: (pltpu.roll(S, 2, 1), pltpu.roll(S, 3, 2, stride=2, stride_axis=0),
+                        pltpu.bitcast(jnp.asarray(S[:2, :, :4]), jnp.uint16),
                         pltpu.bitcast(lax.bitcast_convert_type(S, jnp.uint16)[..., 0], jnp.int32)),
 }
 # Several roundings, or functions that libraries compute otherwise in the last bits.
 CLOSE = {
     "functions": lambda: [f(jnp.nan_to_num(G, posinf=4, neginf=-9) % 11 - 4) for f in (
-        jnp.exp, jnp.exp2, jnp.expm1, jnp.tanh, jnp.sin, jnp.cos, jax.nn.sigmoid)] + [
+        jnp.exp, jnp.exp2, jnp.expm1, jnp.tanh, jnp.sin, jnp.cos, jax.nn.sigmoid, jnp.cbrt, jnp.tan,
+        jnp.arctan, jnp.sinh, jnp.cosh, jax.scipy.special.erf,
+        jax.grad(lambda x: jnp.tanh(x).sum()), lambda x: jnp.arctan2(x, x[::-1]))] + [
             f(abs(G) + 0.25) for f in (jnp.log, jnp.log1p, lax.rsqrt)] + [jnp.float32(3.5) ** G],
     "sums": lambda: (S.sum((0, 2)), jnp.cumsum(S, 1), jnp.prod(S[0] / 30, 1)),
     "products": lambda: (
         jnp.einsum("abc,adc->abd", S, S + 1), jnp.einsum("abc,dc->bad", S, S[0]),
-        lax.dot_general(S.astype(jnp.bfloat16), S.astype(jnp.bfloat16), (((2,), (2,)), ((0,), (0,))),
+        lax.dot_general(*[S.astype(jnp.bfloat16)] * 2, (((2,), (2,)), ((0,), (0,))),
                         preferred_element_type=jnp.float32),
         lax.dot_general(I.astype(jnp.int8), J.astype(jnp.int8), (((1,), (1,)), ((), ())),
                         preferred_element_type=jnp.int32)),

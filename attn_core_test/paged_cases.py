@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests over pages, and their attention by the dense reference."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -93,13 +94,15 @@ class Case(NamedTuple):
     return reference.attention(query, requests, spec, sinks, tuple(map(jnp.asarray, mods)))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _cached(dtype, query, *pages_v1):
+  query, key, value = (jnp.nan_to_num(x.astype(dtype)) for x in (query, *pages_v1))
+  return query, pages.convert(PagesV1(key, value), PagesV2)
+
+
 def plain(case, dtype="float32"):
   """Returns query, v2 cache and metadata of a case, with 0 in place of NaN."""
-  @jax.jit
-  def cached(query, *pages_v1):
-    query, key, value = (jnp.nan_to_num(x.astype(dtype)) for x in (query, *pages_v1))
-    return query, pages.convert(PagesV1(key, value), PagesV2)
-  return *cached(*case.arrays()[:3]), case.metadata()
+  return *_cached(dtype, *case.arrays()[:3]), case.metadata()
 
 
 def run_pages(mechanism, case, arrays, options, rest=np.nan, **changes):

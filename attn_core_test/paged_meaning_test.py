@@ -192,8 +192,8 @@ class MeaningTest(parameterized.TestCase):
     if layout is PagesV2:  # the query has a gradient, and quantized pages have none
       loss = lambda run, cache, q: jnp.sin(run(q, cache, metadata).attention_outputs).sum()
       np.testing.assert_allclose(
-          jax.grad(functools.partial(loss, run, cache))(query),
-          jax.grad(functools.partial(loss, page_attention, back))(query), atol=2e-6)
+          jax.jit(jax.grad(functools.partial(loss, run, cache)))(query),
+          jax.jit(jax.grad(functools.partial(loss, page_attention, back)))(query), atol=2e-6)
       with self.assertRaisesRegex(NotImplementedError, "cache_view: gradients .* quantized"):
         jax.grad(lambda scales: loss(run, cache._replace(key_scales=scales), query))(
             cache.key_scales)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import PagedOptions, checkpoint_policy, ragged_page_attention_v2
+from attn_core_test import sampling
 from attn_core_test.paged_cases import BLOCKS, Case, plain, run_pages
 
 
@@ -52,10 +53,10 @@ def with_gradients(function, case, wanted):
   return everything
 
 
-def both(function, case, arrays):
+def both(function, case, arrays, options=None):
   """Returns [output, lse, gradients...] with respect to every array given."""
   wanted = tuple(i for i, x in enumerate(arrays) if x is not None)
-  return jax.jit(with_gradients(function, case, wanted))(*arrays)
+  return jax.jit(with_gradients(function, case, wanted), compiler_options=options)(*arrays)
 
 
 @functools.cache
@@ -63,7 +64,7 @@ def expected_of(name, table):
   case = table[name]
   with jax.enable_x64(True):
     arrays = tuple(None if x is None else x.astype(jnp.float64) for x in case.arrays())
-    return [np.asarray(x) for x in both(case.oracle, case, arrays)]
+    return [np.asarray(x) for x in both(case.oracle, case, arrays, sampling.LEAST)]
 
 
 SINGLE = Frozen({

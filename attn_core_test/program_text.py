@@ -12,6 +12,7 @@ variables, functions that JAX calls inside and what differs between versions of 
 import collections
 import dataclasses
 import enum
+import functools
 import hashlib
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
@@ -45,6 +46,7 @@ class Scope(NamedTuple):
   lines: list[str]  # variables and operations, without what is inside these
   kinds: list[str]  # of the operations
   inside: list["Scope"]
+  known: list[str]  # the hash of all of it, once it is asked for
 
 
 def program(run: Callable[..., Any], arguments: tuple) -> Scope:
@@ -60,7 +62,7 @@ def text(scope: Scope) -> list[str]:
 def _text(scope: Scope, depth: int, said: dict[str, int]) -> Iterator[str]:
   lines = list(_own_lines(scope))
   digest = _hashed("\n".join(lines).encode())
-  whole = _hashed("\n".join(_all_lines(scope)).encode())
+  whole = _whole(scope)
   start = f"{'  ' * depth}{scope.name}: {len(scope.kinds)} #{digest}"
   if whole in said:
     yield f"{start}, as before"
@@ -85,18 +87,19 @@ def _own_lines(scope: Scope) -> Iterator[str]:
       yield from [inner.name, *inner.lines]
 
 
-def _all_lines(scope: Scope) -> Iterator[str]:
-  """Yields everything that the text of a scope depends on."""
-  yield from [scope.name, *scope.lines]
-  for inner in scope.inside:
-    yield from _all_lines(inner)
+def _whole(scope: Scope) -> str:
+  """Returns a hash of everything that the text of a scope depends on."""
+  if not scope.known:
+    scope.known.append(hashlib.sha256("\n".join(
+        [scope.name, *scope.lines, *map(_whole, scope.inside)]).encode()).hexdigest())
+  return scope.known[0]
 
 
 def _scope(name: str, jaxpr: Any) -> Scope:
   """Returns the operations of a jaxpr, closed or not."""
   closed = isinstance(jaxpr, core.ClosedJaxpr)
   inner = jaxpr.jaxpr if closed else jaxpr
-  found = Scope(name, [], [], [])
+  found = Scope(name, [], [], [], [])
   writer = _Writer(found)
   for index, variable in enumerate(inner.constvars):
     known = closed and not isinstance(jaxpr.consts[index], jax.core.Tracer)
@@ -176,9 +179,12 @@ def _type(aval: Any) -> str:
   space = getattr(aval, "memory_space", None)
   place = "" if inner is aval else f"{getattr(space, 'value', space)} "
   shape = list(getattr(inner, "shape", ()))
-  dtype = _value(getattr(inner, "dtype", type(inner).__name__))
+  dtype = _dtype(getattr(inner, "dtype", type(inner).__name__))
   # An array of one barrier is a barrier in newer versions of jax.
   return f"{place}{dtype}{[] if shape == [1] and 'num_arrivals' in dtype else shape}"
+
+
+_dtype = functools.cache(lambda dtype: _value(dtype))  # there are few, and every operation has one
 
 
 def _literal(value: Any) -> str:
@@ -190,6 +196,8 @@ def _value(value: Any, found: Callable[[Any], None] = lambda _: None) -> str:
 
   What has no text that is the same in every run is left out.
   """
+  if type(value) in (int, bool):  # most are
+    return str(value)
   if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
     found(value)
     return "scope"

@@ -199,6 +199,7 @@ class DerivativesTest(parameterized.TestCase):
     both = call(case, mechanism, query_offset=-3)  # causal: the first three see nothing
     run = lambda arrays: both(arrays)[:1]  # lse is -inf there
     want = derivatives(run, arrays)
+    gradient = jax.jit(jax.grad(lambda arrays: run(arrays)[0].sum()))
     for number in (np.nan, np.inf, -np.inf):
       x = arrays["x"].copy()
       x[:, :, :3] = number
@@ -207,7 +208,7 @@ class DerivativesTest(parameterized.TestCase):
       out = jax.jit(run)({**arrays, "x": x})[0]
       self.assertTrue(np.isnan(out[0, 4, 0]).all())
       self.assertEqual(np.isnan(out).sum(), D)
-      d_scale = jax.jit(jax.grad(lambda arrays: run(arrays)[0].sum()))({**arrays, "x": x})["x"]
+      d_scale = gradient({**arrays, "x": x})["x"]
       self.assertTrue(np.isnan(d_scale[0, 0, 4]))
       self.assertEqual(np.isnan(d_scale).sum(), 1)
 
@@ -315,22 +316,29 @@ def _root(score, batch, head, query, key, x):
 class RandomTest(parameterized.TestCase):
   """Compositions of score mods and masks against numbers."""
 
-  @parameterized.parameters(*sampling.with_slow([(0,)], *((n,) for n in range(1, 41))))
-  def test_fifty(self, part):
+  # By fives, so that no rotation takes many more than another.
+  @parameterized.parameters(*sampling.with_slow(
+      [(0, 0, 2)], *((part, first, 5) for part in range(1, 41) for first in range(0, 50, 5))))
+  def test_some_of_fifty(self, part, first, number):
+    """Checks the compositions from the `first` on, of those that numbers of a part choose."""
     rng = np.random.default_rng([17, part])
     if part:  # the programs of all parts do not fit into one process
       self.addCleanup(jax.clear_caches)
-    for _ in range(50 if part else 2):
-      self.check_one(rng)
+    chosen = [self.choose(rng) for _ in range(first + number)]
+    for one in chosen[first:]:
+      self.check(*one)
 
-  def check_one(self, rng):
+  def choose(self, rng):
+    """Returns a case, a mask, arrays, sizes of blocks and a mechanism."""
     case = composed(*rng.choice(list(CASES), rng.integers(1, 4)))
     mask = random_mask(rng)
     arrays = operands(int(rng.integers(100))) | arrays_of(case, int(rng.integers(100)))
+    blocks = BlockSizes(*map(int, rng.integers(2, 9, 2)))
+    return case, mask, arrays, blocks, rng.choice(("blockwise", "autoregressive_decodeattn"))
+
+  def check(self, case, mask, arrays, blocks, mechanism):
     with jax.enable_x64(True):
       seen = np.asarray(materialize.to_dense(mask, (B, H, T, T)))
-      blocks = BlockSizes(*map(int, rng.integers(2, 9, 2)))
-      mechanism = rng.choice(("blockwise", "autoregressive_decodeattn"))
       got = call(case, mechanism, mask=mask, causal=False, block_sizes=blocks)(arrays)
     for x, y in zip(got, truth(case, arrays, seen)):
       np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9, err_msg=f"{case.arrays} {mask}")

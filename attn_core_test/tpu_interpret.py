@@ -9,7 +9,7 @@ from typing import Any, Iterator, NamedTuple
 from unittest import mock
 
 import jax
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call, thread_map
 from jax.experimental import io_callback
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
@@ -53,14 +53,21 @@ def interpret_by_numpy(*arguments: Any, **parameters: Any) -> list[jax.Array]:
 
 
 @contextlib.contextmanager
+def by_numpy() -> Iterator[None]:
+  """Runs interpreted TPU kernels without a compiler."""
+  with (mock.patch.object(interpret_pallas_call, "interpret_pallas_call", interpret_by_numpy),
+        mock.patch.object(thread_map, "_run_jaxpr", numpy_programs.run_thread)):
+    yield
+
+
+@contextlib.contextmanager
 def interpreted(transfers: str = "on_wait") -> Iterator[None]:
   """Runs TPU kernels on the CPU; fails on a detected race."""
   printed = io.StringIO()
   parameters = pltpu.InterpretParams(
       detect_races=True, uninitialized_memory="nan", dma_execution_mode=transfers)
-  with contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(
-      parameters), mock.patch.object(
-          interpret_pallas_call, "interpret_pallas_call", interpret_by_numpy):
+  with (contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(parameters),
+        by_numpy()):
     yield
   assert "RACE" not in printed.getvalue(), printed.getvalue()
 

@@ -38,7 +38,7 @@ from attn_core.benchmark.static import profile as static_profile
 from attn_core.kernels.common.contract import RemoteCopy
 from attn_core.kernels.tpu.flash import remote_copy
 from attn_core.sharding import context_parallel, token_order
-from attn_core_test import ring_cases, sampling, tpu_cases
+from attn_core_test import ring_cases, sampling, tpu_cases, tpu_interpret
 from attn_core_test.ring_cases import numbers
 
 # Before jax 0.11 the interpreter hangs with more devices.
@@ -65,7 +65,8 @@ def watched(transfers):
   try:
     # The interpreter numbers barrier semaphores by int16.
     with (mock.patch.object(remote_copy, "END_BARRIERS", 2**15),
-          contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(parameters)):
+          contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(parameters),
+          tpu_interpret.by_numpy()):
       yield printed
   finally:
     logging.getLogger().removeHandler(handler)

@@ -30,9 +30,9 @@ def tokens(key_pages: jax.Array, value_pages: jax.Array, table: ArrayLike,
     table: int [row_pages], the request's pages in order.
     length: S.
   """
-  size, table = key_pages.shape[2], np.asarray(table)
-  slots = [(int(table[p // size]), p % size) for p in range(length)]
-  rows = lambda x: jnp.stack([x[:, page, slot] for page, slot in slots])
+  page, slot = np.divmod(np.arange(length), key_pages.shape[2])
+  number = np.asarray(table)[page]
+  rows = lambda x: x[:, number, slot].swapaxes(0, 1)
   return rows(key_pages), rows(value_pages)
 
 
