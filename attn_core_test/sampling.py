@@ -79,6 +79,7 @@ QUICK = {
     "latent_shard_test.PagesTest.test_eq*": 3, "latent_shard_test.CacheTest.test_slots*": 4,
     "latent_shard_test.MeshTest.test_no*": 2,
     "selected_test.PlacementTest.*": 2, "selected_test.WorkTest.test_memory*": 2,
+    "score_mods_operations_test.DerivativesTest.*": 3,
     "selected_test.MeaningTest.test_block_map*": 2, "page_drafts_test.*.test_equals*": 3,
     "pages_test.*.test_a_dense_cache*": 2, "pages_test.*.test_4*": 3,
     "caches_test.*.test_donated*": 2}
@@ -132,7 +133,7 @@ ONCE = ("english_test", "import_graph_test", "parity_test", "pictures_test", "re
 # test: what XLA's optimizations for this CPU make of them is not what they test, and takes a fifth
 # of their time.
 EMULATING = ("tpu_*test", "gpu_*test", "strict_modes_test", "documents_test", "benchmark_test",
-             "programs_test", "ring_test", "numpy_*test")
+             "programs_test", "ring_test", "numpy_*test", "score_mods_operations_test")
 
 # Options of a compiler for results that a test compares with, such as an oracle's in float64, and
 # for kernels of other chips: `jax.jit(function, compiler_options=sampling.LEAST)`.

@@ -219,9 +219,13 @@ def mask(case: Case, ids: jax.Array | np.ndarray | None = None) -> mask_lib.Mask
 
 
 def _kerple(score: jax.Array, batch: jax.Array, head: jax.Array, query: jax.Array,
-            key: jax.Array, rate: jax.Array) -> jax.Array:
-  """Lowers scores by the logarithm of the distance; KERPLE, https://arxiv.org/abs/2205.09921."""
-  return score - rate[head] * jnp.log1p(abs(query - key).astype(score.dtype))
+            key: jax.Array, fall: jax.Array) -> jax.Array:
+  """Lowers scores by the logarithm of the distance; KERPLE, https://arxiv.org/abs/2205.09921.
+
+  Its rates are ALiBi's slopes, as a formula of the head: kernels of accelerators look nothing up.
+  """
+  rate = jnp.exp2(-fall * (head + 1).astype(score.dtype))
+  return score - rate * jnp.log1p(abs(query - key).astype(score.dtype))
 
 
 def score_mod(case: Case) -> ScoreMod | None:
@@ -230,8 +234,8 @@ def score_mod(case: Case) -> ScoreMod | None:
   if case.score_mod == "relative":
     table = np.sin(np.arange(32 * case.heads, dtype=np.float32)).reshape(32, case.heads)
     return score_mods.relative(table, bidirectional=False)
-  return {"alibi": score_mods.alibi(slopes), "custom": score_mods.custom(_kerple, slopes),
-          None: None}[case.score_mod]
+  return {"alibi": score_mods.alibi(slopes), None: None,
+          "custom": score_mods.custom(_kerple, np.float32(8 / case.heads))}[case.score_mod]
 
 
 def _term(case: Case) -> ScoreMod | None:

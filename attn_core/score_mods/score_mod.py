@@ -24,6 +24,7 @@ from attn_core.masks import values
 from attn_core.masks.mask import Coordinates
 from attn_core.masks.materialize import Shape
 from attn_core.masks.values import Value, value_dataclass
+from attn_core.score_mods import forms as forms_lib
 from attn_core.types import NO_SCORE_MOD
 
 # The role of an array of a term: its shape, and thereby how it is sliced, padded and sharded.
@@ -51,6 +52,8 @@ class ScoreTile(NamedTuple):
   # Whether reverse mode leaves out pairs whose cotangent is 0, for the same reason: in kernels that
   # cannot take the numbers of another pair.
   skips_zeros: bool = False
+  # Of operations of the user's functions, where a kernel has no other; None: all are as they are.
+  forms: forms_lib.Forms | None = None
 
   def orient(self, x: jax.Array) -> jax.Array:
     """Returns x [heads or 1, queries or 1, keys or 1] with the axes of the scores."""

@@ -17,6 +17,7 @@ from attn_core import checks
 from attn_core.masks.mask import Coordinates
 from attn_core.masks.materialize import Shape
 from attn_core.masks.values import value_dataclass
+from attn_core.score_mods import forms
 from attn_core.score_mods.score_mod import HEADS, PAIR, ROW, ScoreMod, ScoreTile
 from attn_core.types import are_known
 
@@ -188,7 +189,8 @@ class Custom(Term):
       score, at = _of_used_pairs(score, at, tile.used)
     operands = (x.astype(score.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
                 for x in self.operands)
-    function = _skipping_zeros(self.function) if tile.skips_zeros else self.function
+    function = self.function if tile.forms is None else forms.in_forms(self.function, tile.forms)
+    function = _skipping_zeros(function) if tile.skips_zeros else function
     result = function(score, at.batch, at.head, at.query_position, at.key_position, *operands)
     if np.shape(result) != score.shape or getattr(result, "dtype", None) != score.dtype:
       found = checks.describe(result)

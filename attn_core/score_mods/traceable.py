@@ -11,17 +11,21 @@ from typing import Any, Sequence
 import jax
 import jax.numpy as jnp
 
-from attn_core.score_mods import terms
+from attn_core.score_mods import forms, terms
 from attn_core.score_mods.score_mod import (PAIR, Composed, ScoreMod, chain, of_structure,
                                             structure_roles)
 from attn_core.types import NO_SCORE_MOD, at_least_float32
 
-# Operations of functions, and of their derivatives, that the kernels compile.
+# Operations of functions that the kernels compile, some of them in another form (`forms`).
 _OPERATIONS = frozenset((
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "convert_element_type", "copy", "div", "eq",
-    "exp", "exp2", "ge", "gt", "integer_pow", "jit", "le", "log", "logistic", "lt", "max", "min",
-    "mul", "ne", "neg", "not", "or", "pjit", "select_n", "sign", "sqrt", "square", "stop_gradient",
-    "sub", "tanh", "xor"))
+    "abs", "add", "add_any", "and", "atan2", "broadcast_in_dim", "ceil", "clamp",
+    "convert_element_type", "copy", "cos", "custom_jvp_call", "div", "eq", "exp", "exp2", "floor",
+    "ge", "gt", "integer_pow", "is_finite", "jit", "le", "log", "log2", "logistic", "lt", "max",
+    "min", "mul", "ne", "neg", "not", "or", "pjit", "rem", "round", "rsqrt", "select_n",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sin", "sqrt", "square",
+    "stop_gradient", "sub", "tan", "tanh", "xor", *forms.COMMON))
+# Those of their derivatives.
+_OF_DERIVATIVES = _OPERATIONS | {"one_minus_square", "reshape"}
 
 
 def refusal(structure: jax.tree_util.PyTreeDef, arrays: tuple[jax.ShapeDtypeStruct, ...],
@@ -80,15 +84,23 @@ def _refusal_of_function(term: terms.Custom) -> str | None:
   whole = jax.ShapeDtypeStruct((8, 8), jnp.int32)
   one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
   numbers = [jax.ShapeDtypeStruct((1, 1), at_least_float32(jnp.float32)) for _ in term.operands]
+  at = (one, one, whole, whole)
   try:
-    traced = jax.make_jaxpr(term.function)(score, one, one, whole, whole, *numbers)
+    traced = jax.make_jaxpr(term.function)(score, *at, *numbers)
   except (IndexError, TypeError, ValueError):  # as of a `lax.cond` by a number
     return (f"{name}, which fails for a tile of two axes with its batch row, its head and numbers "
             "as arrays [1, 1]")
   if traced.consts:
     return f"{name}, which captures arrays"
   found = sorted(_operations(traced.jaxpr) - _OPERATIONS)
-  return f"{name}, which applies {', '.join(found)}" if found else None
+  if found:
+    return f"{name}, which applies {', '.join(found)}"
+  def tangent(floats: Sequence[jax.Array], at: Sequence[jax.Array]) -> jax.Array:
+    run = lambda score, *operands: term.function(score, *at, *operands)
+    return jax.jvp(run, floats, floats)[1]
+  traced = jax.make_jaxpr(tangent)((score, *numbers), at)
+  found = sorted(_operations(traced.jaxpr) - _OF_DERIVATIVES)
+  return f"{name}, whose derivative applies {', '.join(found)}" if found else None
 
 
 def _operations(jaxpr: Any) -> set[str]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.kernels.common.online_softmax import LOG2E
-from attn_core.kernels.gpu.flash import score_tiles
+from attn_core.kernels.gpu.flash import score_forms
 from attn_core.kernels.gpu.flash.tile_inputs import TileInputs
 
 
@@ -65,7 +65,7 @@ class Logits(NamedTuple):
       if cap is None:
         logits = logits * spec.softmax_scale
       else:
-        logits, slope = score_tiles.capped(logits, spec.softmax_scale, cap)
+        logits, slope = score_forms.capped(logits, spec.softmax_scale, cap)
       if self.biased:
         logits = logits + self.loader.bias(tile_inputs, tile)
       if spec.has_score_mod:

@@ -3,26 +3,22 @@
 """The score mod of a tile in the GPU kernels: traced into them, on scores in registers.
 
 What depends on distances alone is loaded from rows of numbers that XLA shifts by one each, of which
-every tile is a slice.
-
-Some operations have another form there: the hardware's tanh has 11 bits, and Mosaic GPU has no sum
-of cotangents, and before jax 0.11 no square root.
+every tile is a slice. Some operations have another form there (`score_forms`).
 """
 
 import functools
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.kernels.common.online_softmax import LOG2E
 from attn_core.kernels.gpu import mosaic
+from attn_core.kernels.gpu.flash import score_forms
 from attn_core.masks import block_map, mask as mask_lib
 from attn_core.masks.values import value_dataclass
-from attn_core.score_mods import evaluate, operations, score_mod, tables, terms
+from attn_core.score_mods import evaluate, forms, operations, score_mod, tables, terms
 from attn_core.score_mods.score_mod import ScoreMod, ScoreTile
 from attn_core.types import AttentionSpec, PagedSpec
 
@@ -77,7 +73,7 @@ def apply(spec: AttentionSpec | PagedSpec, numbers: Numbers, scores: jax.Array, 
   is_one = by is None or by == SCORES and adds
   traced = jax.make_jaxpr(modify if is_one else both)(*arguments)
   found = operations.evaluate(
-      traced.jaxpr, traced.consts, jax.tree.leaves(arguments), _apply)
+      traced.jaxpr, traced.consts, jax.tree.leaves(arguments), forms.binder(score_forms.FORMS))
   return Modified(found[0], None if is_one else found[1])
 
 
@@ -202,48 +198,13 @@ class _Cap(terms.Term):
     return _cap(score, self.cap)
 
 
-def capped(scores: jax.Array, scale: float, cap: float) -> tuple[jax.Array, jax.Array]:
-  """Returns cap * tanh(scale * scores / cap), and its derivative by scale * scores.
-
-  tanh(x) = 1 - 2 / (1 + exp(2 x)): the hardware's own has 11 bits. A reciprocal is less code than a
-  quotient.
-  """
-  rest = 1 / (1 + jnp.exp2(scores * (2 * LOG2E * scale / cap)))
-  return cap - (2 * cap) * rest, 4 * (rest - rest * rest)
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _cap(score: jax.Array, cap: float) -> jax.Array:
-  return capped(score, 1.0, cap)[0]
+  return score_forms.capped(score, 1.0, cap)[0]
 
 
 @_cap.defjvp
 def _cap_jvp(cap: float, primals: tuple[jax.Array],
              tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-  value, slope = capped(primals[0], 1.0, cap)
+  value, slope = score_forms.capped(primals[0], 1.0, cap)
   return value, slope * tangents[0]
-
-
-def _sqrt(x: jax.Array) -> jax.Array:
-  return jnp.where((x == 0.0) | (x == jnp.inf), x, x * lax.rsqrt(x))
-
-
-def _power(x: jax.Array, y: int) -> jax.Array:
-  """Returns x ** y; Mosaic GPU multiplies at least twice."""
-  if y < 0:
-    return 1 / _power(x, -y)
-  return lax.integer_pow(x, y) if y > 1 else x if y else jnp.ones_like(x)
-
-
-# Operation -> its form in the kernels.
-_FORMS: dict[str, Callable[..., jax.Array]] = {
-    "add_any": lax.add, "copy": lambda x: x, "stop_gradient": lambda x: x, "sqrt": _sqrt,
-    "tanh": lambda x: capped(x, 1.0, 1.0)[0], "integer_pow": _power}
-
-
-def _apply(equation: JaxprEqn, given: list[jax.Array]) -> list[jax.Array]:
-  """See `operations.evaluate`."""
-  name, parameters = equation.primitive.name, equation.params
-  if name not in _FORMS:
-    return operations.bind(equation, given)
-  return [_FORMS[name](*given, **({"y": parameters["y"]} if "y" in parameters else {}))]

@@ -23,7 +23,7 @@ from attn_core.kernels.tpu.flash.schedule import LANES, Tiling
 from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex
 from attn_core.masks import mask as mask_lib
 from attn_core.masks.values import value_dataclass
-from attn_core.score_mods import evaluate, score_mod, terms, traceable
+from attn_core.score_mods import evaluate, forms, score_mod, terms, traceable
 from attn_core.score_mods.score_mod import ScoreMod, ScoreTile
 from attn_core.types import AttentionSpec, Operands, mod_names
 
@@ -71,7 +71,7 @@ class ModReader(NamedTuple):
     batch, head = (jnp.full((1, 1), x, jnp.int32) for x in (at.batch, at.head))
     term: ScoreMod = jax.tree.unflatten(self.structure, arrays)
     return term.apply(scores, ScoreTile(at._replace(batch=batch, head=head), 1, transposed=True,
-                                        skips_zeros=pulls_back))
+                                        skips_zeros=pulls_back, forms=forms.COMMON))
 
   def pullback(self, refs: KernelRefs, tile: TileIndex, scores: jax.Array, wrt: tuple[int, ...],
                ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, Arrays]]]:

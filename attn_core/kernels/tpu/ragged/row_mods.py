@@ -22,7 +22,7 @@ from attn_core.kernels.tpu.ragged import mod_lines, visibility
 from attn_core.kernels.tpu.ragged.mod_form import (FIXED, KEYS, LINES, PAIRS, STEP, ModArray,
                                                    ModForm, ModInputs)
 from attn_core.masks.mask import Coordinates
-from attn_core.score_mods import evaluate, tables
+from attn_core.score_mods import evaluate, forms, tables
 from attn_core.score_mods.score_mod import ScoreMod, ScoreTile, of_structure
 from attn_core.types import cdiv
 
@@ -150,7 +150,7 @@ def _modified(k: KernelRefs, form: ModForm, place: tuple[TileIndex, TilePart | N
     at |= {name: kept(x) for name, x in _positions_in_request(k, tile, axis).items()}
   at |= {name: read(x) for name, x in form.coordinates}
   return term.apply(logits, ScoreTile(Coordinates._make([*at.values(), False]), 1,
-                                      transposed=axis == 0))
+                                      transposed=axis == 0, forms=forms.COMMON))
 
 
 def _positions_in_request(k: KernelRefs, tile: TileIndex, axis: int) -> dict[str, jax.Array]:
