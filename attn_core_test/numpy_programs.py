@@ -111,7 +111,7 @@ def divided(x: Any, y: Any) -> Any:
 def shifted(x: Any, by: Any, left: bool = False, logical: bool = False) -> Any:
   """Shifts bits; by their number or more, all are gone."""
   x, bits = np.asarray(x), 8 * x.dtype.itemsize
-  kind = np.dtype(f"u{x.dtype.itemsize}") if logical or left else x.dtype
+  kind = np.dtype(f"{'u' if logical or left else 'i'}{x.dtype.itemsize}")
   by, gone = np.asarray(by).astype(kind), (by < 0) | (by >= bits)
   move = np.left_shift if left else np.right_shift
   moved = move(x.view(kind), np.where(gone, kind.type(bits - 1), by))
@@ -367,17 +367,25 @@ def each(function: Callable[[float], float]) -> Callable:
   return lambda x: np.vectorize(function, otypes=[float])(x).astype(x.dtype)
 
 
+def rounded_away(x: Any) -> Any:
+  """Rounds halves away from zero; without a sum of x and a half, which is rounded itself."""
+  whole = np.trunc(x)
+  return np.copysign(np.where(abs(x - whole) >= 0.5, abs(whole) + 1, whole), x).astype(x.dtype)
+
+
 # By JAX's number of the method: halves go away from zero, or to even numbers.
-ROUNDS = (lambda x: np.copysign(np.floor(abs(x) + x.dtype.type(0.5)), x), np.rint)
+ROUNDS = (rounded_away, np.rint)
 
 # Functions of primitives whose parameters do not matter.
 PLAIN: dict[str, Callable[..., Any]] = {
     "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": divided,
-    "max": np.maximum, "min": np.minimum, "rem": np.fmod, "pow": np.power,
+    "max": np.maximum, "min": np.minimum, "rem": np.fmod,
+    "pow": lambda x, y: np.power(x, y.astype(x.dtype)),
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
     "gt": np.greater, "ge": np.greater_equal, "neg": np.negative, "abs": np.abs,
-    "sign": np.sign, "floor": np.floor, "ceil": np.ceil, "exp": np.exp, "exp2": np.exp2,
+    "sign": lambda x: np.where(x == 0, x, np.sign(x)).astype(x.dtype),
+    "floor": np.floor, "ceil": np.ceil, "exp": np.exp, "exp2": np.exp2,
     "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "tanh": np.tanh, "sin": np.sin,
     "cos": np.cos, "sqrt": np.sqrt, "rsqrt": lambda x: (1 / np.sqrt(x)).astype(x.dtype),
     "logistic": lambda x: (1 / (1 + np.exp(-x))).astype(x.dtype), "square": np.square,

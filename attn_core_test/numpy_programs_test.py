@@ -30,12 +30,15 @@ EXACT = {
                          -I, abs(I), lax.sign(I), lax.integer_pow(J, 3)),
     "bits": lambda: (I & J, I | J, I ^ J, ~I, B & B[::-1], ~B, lax.shift_left(I, abs(J)),
                      lax.shift_right_logical(I, abs(J)), lax.shift_right_arithmetic(I, abs(J)),
-                     lax.shift_right_logical(U, U), lax.bitcast_convert_type(F, jnp.int32),
+                     lax.shift_right_logical(U, U),
+                     lax.shift_right_arithmetic(U, abs(J).astype(U.dtype)),
+                     lax.bitcast_convert_type(F, jnp.int32),
                      lax.bitcast_convert_type(F, jnp.uint16)),
     "order": lambda: (F == G, F != G, F < G, F <= G, F > G, F >= G, lax.max(F, G), lax.min(F, G),
                       lax.clamp(-1.0, F, 2.0), jnp.isfinite(F), I < J, lax.max(I, J)),
     "rounding": lambda: (jnp.floor(F), jnp.ceil(F), jnp.sqrt(abs(F)), jnp.square(F),
-                         lax.round(S / 2), jnp.round(S / 2)),
+                         lax.round(S / 2), jnp.round(S / 2),
+                         lax.round(np.float32([0.49999997, -8388609]))),
     "dtypes": lambda: [F.astype(dtype) for dtype in (
         jnp.bfloat16, jnp.float16, jnp.int32, jnp.int8, jnp.uint8, jnp.bool_)] + [
             I.astype(dtype) for dtype in (jnp.int8, jnp.uint16, jnp.float32, jnp.bool_)] + [
@@ -74,7 +77,8 @@ CLOSE = {
         jnp.exp, jnp.exp2, jnp.expm1, jnp.tanh, jnp.sin, jnp.cos, jax.nn.sigmoid, jnp.cbrt, jnp.tan,
         jnp.arctan, jnp.sinh, jnp.cosh, jax.scipy.special.erf,
         jax.grad(lambda x: jnp.tanh(x).sum()), lambda x: jnp.arctan2(x, x[::-1]))] + [
-            f(abs(G) + 0.25) for f in (jnp.log, jnp.log1p, lax.rsqrt)] + [jnp.float32(3.5) ** G],
+            f(abs(G) + 0.25) for f in (jnp.log, jnp.log1p, lax.rsqrt)] + [
+                jnp.float32(3.5) ** G, lax.pow(abs(F[0]), J[0, 0])],
     "sums": lambda: (S.sum((0, 2)), jnp.cumsum(S, 1), jnp.prod(S[0] / 30, 1)),
     "products": lambda: (
         jnp.einsum("abc,adc->abd", S, S + 1), jnp.einsum("abc,dc->bad", S, S[0]),
@@ -113,6 +117,7 @@ class RulesTest(absltest.TestCase):
             x, y = x.astype(np.float64), y.astype(np.float64)
           if name in EXACT:
             np.testing.assert_array_equal(x, y)
+            np.testing.assert_array_equal(np.signbit(x) & (x == x), np.signbit(y) & (y == y))
           else:
             np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)
 

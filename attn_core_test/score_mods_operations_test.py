@@ -23,8 +23,8 @@ from attn_core.benchmark.static import gpu as static_gpu, profile
 from attn_core.kernels.gpu.flash import score_forms
 from attn_core.score_mods import forms, operations
 from attn_core_test import gpu_cases, gpu_interpret, sampling, score_mods_operations as cases
+from attn_core_test import tpu_interpret
 from attn_core_test.gpu_interpret import interpret
-from attn_core_test.tpu_interpret import interpreted
 
 TPU = OperationMetadata(platform="tpu")
 METADATA = {"tpu": TPU, "gpu": OperationMetadata(platform="gpu", compute_capability="9.0")}
@@ -92,6 +92,24 @@ class FormsTest(parameterized.TestCase):
                                   np.fmod(*given))
 
 
+  def test_remainders_of_large_quotients_are_in_range(self):
+    x, y = np.float32([1e20, -1e20, 3e38, 1e38, 7]), np.float32([3, 3, 3, 1e-5, np.inf])
+    rest = score_forms.FORMS["rem"](jnp.asarray(x), jnp.asarray(y))
+    self.assertTrue((abs(rest) < y).all(), rest)
+    self.assertEqual(rest[-1], 7)
+
+  @parameterized.named_parameters(("tpu", forms.COMMON), ("gpu", score_forms.FORMS))
+  def test_narrow_floats_are_computed_in_32_bits(self, of_platform):
+    x = jnp.arange(1, 200, dtype=jnp.bfloat16)
+    def run(x):
+      return jnp.sin(x), jnp.cos(x), jnp.tan(x), jnp.log1p(x), x ** jnp.full_like(x, 9.5)
+    traced = jax.make_jaxpr(run)(x)
+    got = operations.evaluate(traced.jaxpr, traced.consts, [x], forms.binder(of_platform))
+    for found, y in zip(got, run(np.arange(1, 200).astype(np.float64)), strict=True):
+      self.assertEqual(found.dtype, jnp.bfloat16)
+      np.testing.assert_allclose(np.asarray(found, np.float64), y, rtol=2**-8 + 1e-4)
+
+
 class DerivativesTest(parameterized.TestCase):
 
   @parameterized.named_parameters((x, x) for x in NAMES[:-1])
@@ -130,7 +148,7 @@ class TpuTest(parameterized.TestCase):
   @parameterized.named_parameters((x, x) for x in sampling.names(NAMES, ("kerple",)))
   def test_value_and_gradients(self, name):
     arrays = _arrays()
-    with interpreted():
+    with tpu_interpret.interpreted():
       got = jax.block_until_ready(_gradient(
           name, mechanism="flash_attn2", metadata=TPU,
           block_sizes=BlockSizes(128, 128, 128, 128))(arrays))
@@ -170,7 +188,8 @@ class ExplainTest(parameterized.TestCase):
   @parameterized.parameters(
       (lambda s, b, h, q, k: jax.lax.lgamma(1 + s * s), "which applies lgamma"),
       (lambda s, b, h, q, k: jax.lax.erf(s), "which applies erf"),
-      (lambda s, b, h, q, k: _of_a_steep_rule(s), "whose derivative applies erf"))
+      (lambda s, b, h, q, k: _of_a_steep_rule(s), "whose derivative applies erf"),
+      (lambda s, b, h, q, k: _of_no_rule(s), "which cannot be differentiated"))
   def test_names_others(self, function, reason):
     arrays = {k: jax.ShapeDtypeStruct((*x[:3], 64), jnp.bfloat16) for k, x in SHAPES.items()}
     for metadata in METADATA.values():
@@ -182,6 +201,16 @@ class ExplainTest(parameterized.TestCase):
 @jax.custom_jvp
 def _of_a_steep_rule(x):
   return 2 * x
+
+
+@jax.custom_jvp
+def _of_no_rule(x):
+  return 2 * x
+
+
+@_of_no_rule.defjvp
+def _(primals, tangents):
+  raise TypeError("there is none")
 
 
 _of_a_steep_rule.defjvp(lambda primals, tangents: (

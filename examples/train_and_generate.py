@@ -356,7 +356,7 @@ def define_flags() -> None:
     define(name, value, "size of the model, see Config")
   flags.DEFINE_integer("batch", 8, "rows of a batch")
   flags.DEFINE_integer("length", 256, "bytes of a row")
-  flags.DEFINE_integer("steps", 250, "training steps")
+  flags.DEFINE_integer("steps", 120, "training steps")
   flags.DEFINE_float("rate", 4e-3, "largest learning rate")
   flags.DEFINE_integer("seed", 0, "seed of parameters, batches and samples")
   flags.DEFINE_integer("report_every", 25, "steps between reports")

@@ -42,7 +42,7 @@ def _with_sign(size: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _power(x: jax.Array, y: jax.Array) -> jax.Array:
-  """Returns x ** y, NaN for a fractional power of a negative number."""
+  """Returns x ** y, NaN for a fractional power of a negative number; -0 counts as 0."""
   y = lax.convert_element_type(y, jnp.result_type(x))
   size, half = abs(x), 0.5 * y
   is_whole = round_even(y) == y
@@ -114,16 +114,27 @@ COMMON: Forms = {
     "acos": lambda x: lax.atan2(_cosine_of_asin(x), x), "acosh": _acosh,
     "asin": lambda x: lax.atan2(x, _cosine_of_asin(x)), "asinh": _asinh,
     "atan": lambda x: lax.atan2(x, jnp.ones_like(x)), "atanh": _atanh, "cbrt": _cube_root,
+    "copy": lambda x: x,
     "cosh": _cosh, "expm1": _expm1, "log1p": _log1p, "pow": _power, "sign": _sign, "sinh": _sinh}
 
 
+def _widened(x: jax.Array) -> jax.Array:
+  """Returns narrow floats as float32, in which the errors of a form are small."""
+  dtype = jnp.result_type(x)
+  narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+  return lax.convert_element_type(x, jnp.float32) if narrow else x
+
+
 def binder(forms: Forms) -> operations.Bind:
-  """Returns what applies an operation in its form; see `operations.evaluate`."""
+  """Returns what applies an operation in its form, in 32 bits; see `operations.evaluate`."""
   def apply(equation: JaxprEqn, given: list[jax.Array]) -> list[jax.Array]:
     name, parameters = equation.primitive.name, equation.params
     if name not in forms:
       return operations.bind(equation, given)
-    return [forms[name](*given, **({"y": parameters["y"]} if "y" in parameters else {}))]
+    exponent = {"y": parameters["y"]} if "y" in parameters else {}
+    found = forms[name](*map(_widened, given), **exponent)
+    aval: Any = equation.outvars[0].aval
+    return [found if found.dtype == aval.dtype else found.astype(aval.dtype)]
   return apply
 
 

@@ -98,7 +98,10 @@ def _refusal_of_function(term: terms.Custom) -> str | None:
   def tangent(floats: Sequence[jax.Array], at: Sequence[jax.Array]) -> jax.Array:
     run = lambda score, *operands: term.function(score, *at, *operands)
     return jax.jvp(run, floats, floats)[1]
-  traced = jax.make_jaxpr(tangent)((score, *numbers), at)
+  try:
+    traced = jax.make_jaxpr(tangent)((score, *numbers), at)
+  except (AttributeError, IndexError, TypeError, ValueError):  # as of a rule of `custom_jvp`
+    return f"{name}, which cannot be differentiated"
   found = sorted(_operations(traced.jaxpr) - _OF_DERIVATIVES)
   return f"{name}, whose derivative applies {', '.join(found)}" if found else None
 

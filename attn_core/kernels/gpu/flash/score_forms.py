@@ -40,7 +40,10 @@ def _floor(x: jax.Array) -> jax.Array:
 
 
 def _remainder(x: jax.Array, y: jax.Array) -> jax.Array:
-  """Returns x - y * (x / y without its fraction), with the sign of x and less than y in size."""
+  """Returns x - y * (x / y without its fraction), with the sign of x and less than y in size.
+
+  Of quotients of 2^24 or more no remainder is left in 32 bits: it is 0 where it comes out of range.
+  """
   if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
     return lax.rem(x, y)
   size, divisor = abs(x), abs(y)
@@ -49,6 +52,7 @@ def _remainder(x: jax.Array, y: jax.Array) -> jax.Array:
   # The quotient is rounded, and may be one more or less.
   rest = jnp.where(rest < 0, rest + divisor, rest)
   rest = jnp.where(rest >= divisor, rest - divisor, rest)
+  rest = jnp.where((rest < 0) | (rest >= divisor), jnp.zeros_like(rest), rest)
   return jnp.where(x < 0, -rest, rest)
 
 
@@ -66,7 +70,7 @@ def _tan(x: jax.Array) -> jax.Array:
 
 
 FORMS: forms.Forms = {
-    **forms.COMMON, "add_any": lax.add, "copy": lambda x: x, "stop_gradient": lambda x: x,
+    **forms.COMMON, "add_any": lax.add, "stop_gradient": lambda x: x,
     "ceil": lambda x: -_floor(-x), "cos": lambda x: jnp.cos(_turned(x)), "floor": _floor,
     "integer_pow": _integer_power, "is_finite": lambda x: x - x == 0,
     "log2": lambda x: jnp.log(x) * LOG2E, "rem": _remainder,
