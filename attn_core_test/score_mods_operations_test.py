@@ -203,6 +203,10 @@ def _of_a_steep_rule(x):
   return 2 * x
 
 
+_of_a_steep_rule.defjvp(lambda primals, tangents: (
+    2 * primals[0], jax.lax.erf(primals[0]) * tangents[0]))
+
+
 @jax.custom_jvp
 def _of_no_rule(x):
   return 2 * x
@@ -211,10 +215,6 @@ def _of_no_rule(x):
 @_of_no_rule.defjvp
 def _(primals, tangents):
   raise TypeError("there is none")
-
-
-_of_a_steep_rule.defjvp(lambda primals, tangents: (
-    2 * primals[0], jax.lax.erf(primals[0]) * tangents[0]))
 
 
 @unittest.skipIf(profile.missing(), f"nothing to compile with: {profile.missing()}")

@@ -114,8 +114,8 @@ COMMON: Forms = {
     "acos": lambda x: lax.atan2(_cosine_of_asin(x), x), "acosh": _acosh,
     "asin": lambda x: lax.atan2(x, _cosine_of_asin(x)), "asinh": _asinh,
     "atan": lambda x: lax.atan2(x, jnp.ones_like(x)), "atanh": _atanh, "cbrt": _cube_root,
-    "copy": lambda x: x,
-    "cosh": _cosh, "expm1": _expm1, "log1p": _log1p, "pow": _power, "sign": _sign, "sinh": _sinh}
+    "copy": lambda x: x, "cosh": _cosh, "expm1": _expm1, "log1p": _log1p, "pow": _power,
+    "sign": _sign, "sinh": _sinh}
 
 
 def _widened(x: jax.Array) -> jax.Array:

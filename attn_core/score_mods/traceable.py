@@ -19,7 +19,7 @@ from attn_core.types import NO_SCORE_MOD, at_least_float32
 # Operations of functions that the kernels compile, some of them in another form (`forms`).
 _OPERATIONS = frozenset((
     "abs", "add", "add_any", "and", "atan2", "broadcast_in_dim", "ceil", "clamp",
-    "convert_element_type", "copy", "cos", "custom_jvp_call", "div", "eq", "exp", "exp2", "floor",
+    "convert_element_type", "cos", "custom_jvp_call", "div", "eq", "exp", "exp2", "floor",
     "ge", "gt", "integer_pow", "is_finite", "jit", "le", "log", "log2", "logistic", "lt", "max",
     "min", "mul", "ne", "neg", "not", "or", "pjit", "rem", "round", "rsqrt", "select_n",
     "shift_left", "shift_right_arithmetic", "shift_right_logical", "sin", "sqrt", "square",
