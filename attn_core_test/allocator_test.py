@@ -138,6 +138,24 @@ class AllocatorTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, "length: got 7; expected an int from 8 to the 12"):
       allocator.truncate(short, "a", 7)
 
+  def test_truncate_all_is_truncate_of_each(self):
+    """Truncates two requests that share pages, one that keeps all tokens, and none."""
+    pool = allocator.fork(filled(9, 4, a=17, c=6), "a", "b", 15)
+    lengths = {"a": 5, "b": 9, "c": 6}
+    one_by_one = pool
+    for name, length in lengths.items():
+      one_by_one = allocator.truncate(one_by_one, name, length)
+    at_once = allocator.truncate_all(pool, lengths)
+    for found in (at_once, one_by_one):
+      self.assertEqual(dict(found.requests), {
+          "a": ((0, 1), 5), "b": ((0, 1, 2), 9), "c": ((5, 6), 6)})
+      self.assertEqual(found.owners.tolist(), one_by_one.owners.tolist())
+    self.assertEqual(pool.requests["a"].length, 17)  # an older value stays as it was
+    self.assertEqual(allocator.truncate_all(pool, {}).requests, pool.requests)
+    with self.assertRaisesRegex(ValueError, "length: got 16; expected an int from 0 to the 15"):
+      allocator.truncate_all(pool, {"a": 3, "b": 16})
+    self.assertEqual(pool.requests["a"].length, 17)
+
   def test_bad_input(self):
     pool = filled(4, 4, a=9)
     for call, words in (

@@ -255,6 +255,7 @@ def allocations() -> Iterator[str]:
       ("extend_all", allocator.extend_all, {"allocator": state, "tokens": {"a": 2}}),
       ("publish", allocator.publish, {"allocator": state, "name": "a", "tokens": [1, 2, 3]}),
       ("truncate", allocator.truncate, {"allocator": state, "name": "a", "length": 3}),
+      ("truncate_all", allocator.truncate_all, {"allocator": state, "lengths": {"a": 3}}),
       ("release_before", allocator.release_before,
        {"allocator": state, "name": "a", "position": 3}),
       ("release", allocator.release, {"allocator": state, "name": "a"}),

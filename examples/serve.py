@@ -345,7 +345,7 @@ def advance(server: Server, chunks: list[Chunk], likeliest,
     likeliest: int [T], the most likely byte after each byte of the call.
     now: the time (seconds).
   """
-  allocator, advanced, paths, start = server.pool, {}, [], 0
+  advanced, paths, start = {}, [], 0
   guessed, right = server.guessed, server.right
   for chunk in chunks:
     job, number = chunk.job, len(chunk.tokens)
@@ -358,12 +358,13 @@ def advance(server: Server, chunks: list[Chunk], likeliest,
     before = job.times[-1] if job.times else now  # bytes of one call are spread over its time
     times = tuple(np.linspace(before, now, len(new) + 1)[1:])
     job = job._replace(stored=job.stored + len(path), text=job.text + new, times=job.times + times)
-    allocator = pool.truncate(allocator, job.name, job.stored)
-    allocator = pool.publish(allocator, job.name, array_of(job.text[:job.stored]))
-    if not job.missing:
-      allocator = pool.release(allocator, job.name)
     advanced[job.name], start = job, start + number
     paths.append(path)
+  allocator = pool.truncate_all(server.pool, {name: job.stored for name, job in advanced.items()})
+  for name, job in advanced.items():
+    allocator = pool.publish(allocator, name, array_of(job.text[:job.stored]))
+    if not job.missing:
+      allocator = pool.release(allocator, name)
   running = [advanced.get(job.name, job) for job in server.running]
   return server._replace(
       pool=allocator, guessed=guessed, right=right,

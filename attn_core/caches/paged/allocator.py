@@ -34,13 +34,12 @@ import numpy as np
 from attn_core import checks
 from attn_core.caches.paged import page_pool
 from attn_core.caches.paged.allocator_state import (
-    COUNT, DIGESTS, LENGTH, PAGES, RELEASED, Allocator, Request, Row, State, Statistics, add_row,
-    after, found)
+    COUNT, DIGESTS, LENGTH, PAGES, RELEASED, Allocator, Copies, Request, Row, State, Statistics,
+    add_row, after, found, grow, shorten)
 from attn_core.caches.paged.versions import Changes, Version
 from attn_core.types import cdiv
 
 Tokens = Sequence[int] | np.ndarray
-Copies = tuple[tuple[int, int], ...]
 
 
 class OutOfPages(RuntimeError):
@@ -195,35 +194,8 @@ def extend_all(allocator: Allocator,
   changes, copies = Changes(), list[tuple[int, int]]()
   for row, length, needed, shared in wanted:
     if length > row[LENGTH]:
-      copies.extend(_grow(state, changes, row, length, needed, shared))
+      copies.extend(grow(state, changes, row, length, needed, shared))
   return after(allocator, changes), tuple(copies)
-
-
-def _grow(state: State, changes: Changes, row: Row, length: int, needed: int,
-          shared: bool) -> Copies:
-  """Gives a request its new pages; returns the copies to make of its last one."""
-  pool, count = state.pool, row[COUNT]
-  copies: Copies = ()
-  if row[LENGTH] % state.page_size:
-    last = int(row[PAGES][count - 1])
-    if shared:
-      count -= 1
-    elif last in pool.digests:
-      page_pool.forget(pool, changes, last)
-  if needed:
-    if count + needed > len(row[PAGES]):
-      larger = np.empty(2 * (count + needed), np.int32)
-      larger[:row[COUNT]] = row[PAGES][:row[COUNT]]
-      changes.set(row, PAGES, larger)
-    for n in range(count, count + needed):
-      page = page_pool.take(pool, changes)
-      if shared and n == count:
-        copies = ((last, page),)
-        page_pool.disown(pool, changes, last)
-      changes.set(row[PAGES], n, page)
-    changes.set(row, COUNT, count + needed)
-  changes.set(row, LENGTH, length)
-  return copies
 
 
 def publish(allocator: Allocator, name: Hashable, tokens: Tokens) -> Allocator:
@@ -274,18 +246,34 @@ def truncate(allocator: Allocator, name: Hashable, length: int) -> Allocator:
     ValueError: the request does not exist, or `length` is not an int from the tokens that
       `release_before` released to the tokens of the request.
   """
-  state, row = found(allocator, name)
-  size, changes = state.page_size, Changes()
-  least = row[RELEASED] * size
-  checks.integer("length", length, f"an int from {least} to the {row[LENGTH]} tokens of {name!r}",
-                 lambda x: least <= x <= row[LENGTH])
-  kept = cdiv(length, size)
-  for page in row[PAGES][kept:row[COUNT]][::-1].tolist():
-    page_pool.disown(state.pool, changes, page)
-  for n in range(length // size, len(row[DIGESTS]) - 1):
-    changes.delete(row[DIGESTS], n)
-  changes.set(row, COUNT, kept)
-  changes.set(row, LENGTH, length)
+  return truncate_all(allocator, {name: length})
+
+
+def truncate_all(allocator: Allocator, lengths: Mapping[Hashable, int]) -> Allocator:
+  """Removes the last tokens of several requests, or of none.
+
+  Args:
+    allocator: the pool.
+    lengths: number of tokens to keep, by name of the request.
+
+  Returns:
+    The allocator, as after `truncate` of one request after another.
+
+  Raises:
+    ValueError: as by `truncate`; nothing was changed.
+  """
+  state, rows = allocator.version.state(), list[tuple[Row, int]]()
+  for name, length in lengths.items():
+    row = state.rows[name] if name in state.rows else found(allocator, name)[1]
+    least = row[RELEASED] * state.page_size
+    if type(length) is not int or not least <= length <= row[LENGTH]:
+      checks.integer("length", length,
+                     f"an int from {least} to the {row[LENGTH]} tokens of {name!r}",
+                     lambda x: least <= x <= row[LENGTH])
+    rows.append((row, length))
+  changes = Changes()
+  for row, length in rows:
+    shorten(state, changes, row, length)
   return after(allocator, changes)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from attn_core import checks
 from attn_core.caches.paged import page_pool
 from attn_core.caches.paged.versions import Changes, Version
+from attn_core.types import cdiv
 
 # Entries of a request's row, which is a list so that `Changes` can set them. PAGES: int32 numpy
 # array, of which the first COUNT entries are in use, -1 for the first RELEASED ones. DIGESTS: of
@@ -17,6 +18,8 @@ from attn_core.caches.paged.versions import Changes, Version
 # in the order of requests.
 PAGES, COUNT, LENGTH, RELEASED, DIGESTS, SERIAL = range(6)
 Row = list[Any]
+
+Copies = tuple[tuple[int, int], ...]  # pairs (page, page to copy it to)
 
 
 class Request(NamedTuple):
@@ -125,6 +128,44 @@ def add_row(state: State, changes: Changes, name: Hashable, pages: list[int], le
   page_pool.count(state.pool, changes, "added", 1)
   changes.set(state.rows, name, [np.array(pages, np.int32), len(pages), length, released, digests,
                                  state.pool.counts["added"]])
+
+
+def grow(state: State, changes: Changes, row: Row, length: int, needed: int,
+         shared: bool) -> Copies:
+  """Gives a request its new pages; returns the copies to make of its last one."""
+  pool, count = state.pool, row[COUNT]
+  copies: Copies = ()
+  if row[LENGTH] % state.page_size:
+    last = int(row[PAGES][count - 1])
+    if shared:
+      count -= 1
+    elif last in pool.digests:
+      page_pool.forget(pool, changes, last)
+  if needed:
+    if count + needed > len(row[PAGES]):
+      larger = np.empty(2 * (count + needed), np.int32)
+      larger[:row[COUNT]] = row[PAGES][:row[COUNT]]
+      changes.set(row, PAGES, larger)
+    for n in range(count, count + needed):
+      page = page_pool.take(pool, changes)
+      if shared and n == count:
+        copies = ((last, page),)
+        page_pool.disown(pool, changes, last)
+      changes.set(row[PAGES], n, page)
+    changes.set(row, COUNT, count + needed)
+  changes.set(row, LENGTH, length)
+  return copies
+
+
+def shorten(state: State, changes: Changes, row: Row, length: int) -> None:
+  """Takes the last tokens of a request, and the pages of only those."""
+  kept = cdiv(length, state.page_size)
+  for page in row[PAGES][kept:row[COUNT]][::-1].tolist():
+    page_pool.disown(state.pool, changes, page)
+  for n in range(length // state.page_size, len(row[DIGESTS]) - 1):
+    changes.delete(row[DIGESTS], n)
+  changes.set(row, COUNT, kept)
+  changes.set(row, LENGTH, length)
 
 
 def found(allocator: Allocator, name: Hashable) -> tuple[State, Row]:
