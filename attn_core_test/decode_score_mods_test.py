@@ -47,10 +47,15 @@ def mod_arrays(case: Case, dtype=jnp.float64) -> dict:
   return {name: jnp.asarray(0.3 * rng.normal(size=shape), dtype) for name, shape in shapes.items()}
 
 
-def by_parity(score, batch, head, query, key, amount):
+def by_parity(score, batch, head, query, key, amounts):
   """Returns scores of a custom score mod that kernels for TPUs evaluate."""
-  return jnp.where(key & 1 == 0, score * amount, score) + 0.1 * jnp.tanh(score) * (
+  return jnp.where(key & 1 == 0, score * amounts[head], score) + 0.1 * jnp.tanh(score) * (
       batch + 2 * head - query).astype(score.dtype)
+
+
+def _by_pair(score, batch, head, query, key, weights):
+  del batch, head
+  return score + weights[(query - key) % 4]
 
 
 def near(at: "At", a: dict):
@@ -88,17 +93,19 @@ KINDS = {
     "grid": (lambda a: score_mods.grid(a["near"], (2, 5)), lambda x, at, a: x + near(at, a)),
     "gathered": (lambda a: score_mods.custom(gathered, a["weights"], IDS), lambda x, at, a: (
         gathered(x, *at, a["weights"], jnp.asarray(IDS)))),
+    "by_pair": (lambda a: score_mods.custom(_by_pair, a["weights"]),
+                lambda x, at, a: _by_pair(x, *at, a["weights"])),
     "symmetric": (lambda a: score_mods.alibi(a["slopes"], symmetric=True), lambda x, at, a: (
         x - a["slopes"][:, :, None, None] * abs(at.key - at.query))),
-    "by_parity": (lambda a: score_mods.custom(by_parity, a["weights"][0]),
-                  lambda x, at, a: by_parity(x, *at, a["weights"][0])),
+    "by_parity": (lambda a: score_mods.custom(by_parity, a["weights"]),
+                  lambda x, at, a: by_parity(x, *at, a["weights"])),
     "per_query": (lambda a: score_mods.per_query(a["per_query"]),
                   lambda x, at, a: x + a["per_query"][..., None]),
     "per_key": (lambda a: score_mods.per_key(a["per_key"]),
                 lambda x, at, a: x + a["per_key"][:, :, None]),
     "dense": (lambda a: score_mods.dense(a["dense"]), lambda x, at, a: x + a["dense"]),
 }
-EVERYTHING = tuple(name for name in KINDS if name not in ("symmetric", "by_parity"))
+EVERYTHING = tuple(name for name in KINDS if name not in ("symmetric", "by_parity", "by_pair"))
 
 
 def composed(a: dict, names=EVERYTHING) -> score_mods.ScoreMod:
@@ -302,7 +309,8 @@ class ChoiceTest(parameterized.TestCase):
   @parameterized.parameters(
       (("relative",), 32, "of 64 queries and heads a key head: the kernel for Hopper reads"),
       (("grid",), 1, "up by distance (score_mods.grid): the kernels for Hopper look nothing"),
-      (("gathered",), 1, "with an operand [4], not a number: the kernels for Hopper look"),
+      (("by_pair",), 1, "of _by_pair with an operand [4], not a number: the kernels for Hopper"),
+      (("gathered",), 1, None),
       ((*ON_TPU, "dense"), 32, None), (FEW_ROWS, 16, None))
   def test_the_kernel_for_hopper_names_what_it_leaves_to_plain_xla(self, names, tokens, reason):
     case = Case((64, 64), T=tokens, S=64, D=64, E=64)
@@ -314,7 +322,8 @@ class ChoiceTest(parameterized.TestCase):
       (("relative",), 64, "of 128 queries and heads a key head: the TPU kernel takes them for up"),
       (("by_distance",), 1, None),
       (("grid",), 1, "a table looked up by distance (score_mods.grid)"),
-      (("gathered",), 1, "gathered with an operand [4], not a number"),
+      (("by_pair",), 1, "of _by_pair with an operand [4], not a number"),
+      (("gathered",), 1, None),
       (("dense",), 64, "of 128 queries and heads a key head: the TPU kernel takes them for up to"),
       (ON_TPU, 64, None), (FEW_ROWS, 1, None))
   def test_the_kernel_for_tpus_names_what_it_leaves_to_plain_xla(self, names, tokens, reason):

@@ -113,9 +113,9 @@ def close(got, want, tolerance=2e-5):
                                err_msg=jax.tree_util.keystr(path))
 
 
-def by_parity(score, batch, head, query, key, amount):
+def by_parity(score, batch, head, query, key, amounts):
   """Returns scores of a custom score mod that kernels for TPUs evaluate."""
-  return jnp.where(key & 1 == 0, score * amount, score) + 0.1 * jnp.tanh(score) * (
+  return jnp.where(key & 1 == 0, score * amounts[head], score) + 0.1 * jnp.tanh(score) * (
       batch + 2 * head - query).astype(score.dtype)
 
 
@@ -123,7 +123,7 @@ def by_parity(score, batch, head, query, key, amount):
 ON_TPU = (
     lambda a: score_mods.scale_by(a["scale"]), lambda a: score_mods.alibi(a["slopes"]),
     lambda a: score_mods.soft_cap(2.5),
-    lambda a: score_mods.custom(by_parity, a["weights"][0]), *KINDS[7:],
+    lambda a: score_mods.custom(by_parity, a["weights"]), *KINDS[7:],
     lambda a: score_mods.alibi(a["slopes"], symmetric=True))
 FEW_ROWS = (*ON_TPU[:2], KINDS[2], *ON_TPU[2:4], KINDS[4], *ON_TPU[4:])
 # name: (mechanism, case, block sizes)

@@ -133,7 +133,8 @@ ONCE = ("english_test", "import_graph_test", "parity_test", "pictures_test", "re
 # test: what XLA's optimizations for this CPU make of them is not what they test, and takes a fifth
 # of their time.
 EMULATING = ("tpu_*test", "gpu_*test", "strict_modes_test", "documents_test", "benchmark_test",
-             "programs_test", "ring_test", "numpy_*test", "score_mods_operations_test")
+             "programs_test", "ring_test", "numpy_*test", "score_mods_operations_test",
+             "score_mods_lookups_test")
 
 # Options of a compiler for results that a test compares with, such as an oracle's in float64, and
 # for kernels of other chips: `jax.jit(function, compiler_options=sampling.LEAST)`.

@@ -383,7 +383,7 @@ class RefusalsTest(parameterized.TestCase):
       (score_mods.alibi(np.ones(H, np.float32))
        >> score_mods.grid(np.ones((3 * 3, H), np.float32), (2, 2)), "looked up by distance"),
       (score_mods.custom(lambda s, b, h, q, k: jax.lax.lgamma(s)), "applies lgamma"),
-      (score_mods.custom(lambda s, b, h, q, k, x: s + x[h], np.ones(H, np.float32)),
+      (score_mods.custom(lambda s, b, h, q, k, x: s + x[(q - k) % H], np.ones(H, np.float32)),
        r"an operand \[2\]"),
       (score_mods.custom(lambda s, b, h, q, k, x: s + x, np.ones((), np.int32)),
        "an operand of dtype int32"),

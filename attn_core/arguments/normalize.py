@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.arguments import block_sizes, features, latent, normalize_mask
+from attn_core.arguments import (block_sizes, features, latent, normalize_mask,
+                                 normalize_score_mod)
 from attn_core.arguments.arguments import AttentionArguments, InitBias, RematPolicy, Shaped
 from attn_core.caches import quantize, update as step_lib
 from attn_core.caches.latent import LatentCache
@@ -21,8 +22,6 @@ from attn_core.config.metadata import OperationMetadata
 from attn_core.dispatch.capabilities import Request, request_of
 from attn_core.masks import dropout
 from attn_core.masks.info import MaskInfo
-from attn_core.score_mods import reads
-from attn_core.score_mods.score_mod import ScoreMod
 from attn_core.types import (ARRAY_LAYOUTS, MODES, ArrayLayout, AttentionSpec, Call, MaskOperands,
                              Operands, SlidingWindow, at_least_float32)
 
@@ -79,13 +78,14 @@ def normalize(a: AttentionArguments) -> Normalized:
   batch, queries, heads, _ = query.shape
   shape = batch, heads, queries, key.shape[1]
   columns = key.shape[1] * features.split_shards(a.mechanism, metadata)
-  mod = normalize_score_mod(a.score_mod, (*shape[:3], columns))
+  mod = normalize_score_mod.term_of(a.score_mod, (*shape[:3], columns))
   mask = normalize_mask.make_mask(normalize_mask.MaskArguments(
       a.causal, a.sliding_window, a.chunk_size, a.mask, info, a.query_offset, a.cum_seqlens_q,
       a.cum_seqlens_k, a.layout, features.permuted_token_order(metadata), columns,
       mod is not None and mod.reads_positions), shape)
-  if a.score_mod is not None:
-    reads.check(a.score_mod, mask, shape)
+  is_in_order = features.permuted_token_order(metadata) is None and columns == shape[3]
+  mod = normalize_score_mod.after_look_ups(
+      mod, a, query.dtype, mask, shape, is_in_order and a.cache_view is None)
   arrays, structure = jax.tree.flatten(mask)
   bias = normalize_bias(a.bias, a.init_bias, a.layout, (*shape[:3], columns))
   sinks = normalize_sinks(a.softmax_aux, heads)
@@ -296,20 +296,6 @@ def normalize_bias(bias: Shaped | None, init_bias: InitBias | None, layout: Arra
   array = array[None] if rank == 3 else array
   checks.broadcastable(name, array, shape, "[B, H, T, S]")
   return jnp.asarray(array)
-
-
-def normalize_score_mod(mod: ScoreMod | None, shape: tuple[int, int, int, int]) -> ScoreMod | None:
-  """Returns the term of a score mod for a call of shape (B, H, T, S).
-
-  Raises:
-    ValueError: it is not a score mod, or an array of it does not fit the call.
-  """
-  if mod is None:
-    return None
-  checks.require(isinstance(mod, ScoreMod), "score_mod", checks.describe(mod),
-                 "a score mod of `score_mods`: a function is score_mods.custom(function), an array "
-                 "is `bias`")
-  return mod.lower(shape)
 
 
 def normalize_sinks(softmax_aux: Shaped | None, heads: int) -> jax.Array | None:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.arguments import block_sizes, features as features_lib, latent, normalize as steps
+from attn_core.arguments import (block_sizes, features as features_lib, latent, normalize as steps,
+                                 normalize_score_mod)
 from attn_core.arguments.arguments import AttentionArguments, Shaped
 from attn_core.caches import quantize
 from attn_core.config import metadata as metadata_lib
@@ -20,10 +21,10 @@ from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import Pages
 from attn_core.dispatch.capabilities import PagesRequest, request_of
 from attn_core.masks import constructors
-from attn_core.score_mods import leaves, reads, score_mod
+from attn_core.score_mods import leaves, score_mod
 from attn_core.score_mods.score_mod import ScoreMod
 from attn_core.sharding import paged as shard_paged, paged_placement
-from attn_core.types import Call, operands_like, PagedOperands, PagedSpec
+from attn_core.types import Call, PagedOperands, PagedSpec, operands_like
 
 # Mechanism -> the layout of its pages.
 PAGE_LAYOUTS: dict[str, type] = {
@@ -146,7 +147,8 @@ def _check_prefixes(a: AttentionArguments, cache_metadata: layouts.PagesMetadata
                  "leave out `prefixes`")
 
 
-def _score_mod(a: AttentionArguments, heads: int, tokens: int) -> ScoreMod | None:
+def _score_mod(a: AttentionArguments, heads: int, tokens: int,
+               dtype: np.dtype) -> ScoreMod | None:
   """Returns the term of the score mod, whose queries are the tokens of the call.
 
   Raises:
@@ -160,10 +162,10 @@ def _score_mod(a: AttentionArguments, heads: int, tokens: int) -> ScoreMod | Non
         f"{checks.describe(getattr(leaf, 'array', None))} over pages", "no array with a number "
         "for each key, since requests have columns of their own; look numbers up by the position "
         "in the request, with score_mods.custom or by_distance")
-  found = steps.normalize_score_mod(a.score_mod, (1, heads, tokens, 1))
-  if a.score_mod is not None:  # of a request with one token: how many there are is not known
-    reads.check(a.score_mod, constructors.full(), (1, heads, 1, 1))
-  return found
+  found = normalize_score_mod.term_of(a.score_mod, (1, heads, tokens, 1))
+  # Of a request with one token: how many there are is not known.
+  return normalize_score_mod.after_look_ups(
+      found, a, dtype, constructors.full(), (1, heads, 1, 1), False)
 
 
 def _as_stored(x: jax.Array, cache: Pages) -> jax.Array:
@@ -283,7 +285,7 @@ def _dense(a: AttentionArguments, metadata: OperationMetadata, query: checks.Arr
     return jax.ShapeDtypeStruct((1, tokens, *dimensions), compute)
 
   bias = a.bias if a.init_bias is None else a.init_bias()
-  mods, structure_of_mod = jax.tree.flatten(_score_mod(a, query_heads, tokens))
+  mods, structure_of_mod = jax.tree.flatten(_score_mod(a, query_heads, tokens, compute))
   operands = operands_like(
       shape(query_heads, width), shape(heads.key_heads, width),
       shape(heads.key_heads, heads.value_width),

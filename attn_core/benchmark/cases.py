@@ -17,6 +17,7 @@ import numpy as np
 from attn_core import score_mods
 from attn_core.masks import block_map, constructors, mask as mask_lib
 from attn_core.plan import work
+from attn_core.score_mods import lookups
 from attn_core.score_mods.score_mod import ScoreMod
 from attn_core.types import AttentionSpec
 
@@ -219,13 +220,9 @@ def mask(case: Case, ids: jax.Array | np.ndarray | None = None) -> mask_lib.Mask
 
 
 def _kerple(score: jax.Array, batch: jax.Array, head: jax.Array, query: jax.Array,
-            key: jax.Array, fall: jax.Array) -> jax.Array:
-  """Lowers scores by the logarithm of the distance; KERPLE, https://arxiv.org/abs/2205.09921.
-
-  Its rates are ALiBi's slopes, as a formula of the head: kernels of accelerators look nothing up.
-  """
-  rate = jnp.exp2(-fall * (head + 1).astype(score.dtype))
-  return score - rate * jnp.log1p(abs(query - key).astype(score.dtype))
+            key: jax.Array, rates: jax.Array) -> jax.Array:
+  """Lowers scores by the logarithm of the distance; KERPLE, https://arxiv.org/abs/2205.09921."""
+  return score - rates[head] * jnp.log1p(abs(query - key).astype(score.dtype))
 
 
 def score_mod(case: Case) -> ScoreMod | None:
@@ -235,14 +232,15 @@ def score_mod(case: Case) -> ScoreMod | None:
     table = np.sin(np.arange(32 * case.heads, dtype=np.float32)).reshape(32, case.heads)
     return score_mods.relative(table, bidirectional=False)
   return {"alibi": score_mods.alibi(slopes), None: None,
-          "custom": score_mods.custom(_kerple, np.float32(8 / case.heads))}[case.score_mod]
+          "custom": score_mods.custom(_kerple, slopes)}[case.score_mod]
 
 
 def _term(case: Case) -> ScoreMod | None:
   """The score mod of a case as kernels evaluate it."""
   mod = score_mod(case)
   shape = case.batch, case.heads, case.queries, case.keys
-  return None if mod is None else mod.lower(shape)
+  return None if mod is None else lookups.before(
+      mod.lower(shape), lookups.call_of(shape, case.dtype, None))
 
 
 def mod_arrays(case: Case) -> tuple[jax.Array, ...]:

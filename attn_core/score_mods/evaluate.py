@@ -95,6 +95,13 @@ def move_to_positions(mask: mask_lib.Mask,
   return dropout.move_to_positions(mask, at), is_consecutive(mask)
 
 
+def positions(mask: mask_lib.Mask, shape: materialize.Shape) -> mask_lib.Coordinates:
+  """Returns the positions of all queries and keys of a call, [B or 1, 1, T or 1, S or 1]."""
+  arrays, structure = jax.tree.flatten(mask)
+  mask, at = materialize.expand(structure, MaskOperands(tuple(map(jnp.asarray, arrays))), shape)
+  return move_to_positions(mask, at)[0]
+
+
 def is_consecutive(mask: mask_lib.Mask) -> bool:
   """Whether positions are consecutive: the mask lists none, but for those of one run."""
   return runs_of(mask) == Runs()

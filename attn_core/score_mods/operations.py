@@ -5,7 +5,7 @@
 from typing import Callable, Sequence
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 Bind = Callable[[JaxprEqn, list[jax.Array]], list[jax.Array]]
 
@@ -23,6 +23,16 @@ def bind(equation: JaxprEqn, given: list[jax.Array]) -> list[jax.Array]:
   """Applies an operation as it is."""
   found = equation.primitive.bind(*given, **equation.params)
   return list(found) if equation.primitive.multiple_results else [found]
+
+
+def bind_whole(equation: JaxprEqn, jaxpr: Jaxpr, given: list[jax.Array]) -> list[jax.Array]:
+  """Applies an operation of a function; one that calls another keeps its own derivative."""
+  if inner(equation) is None:
+    return bind(equation, given)
+  known = {x: y for x, y in zip(equation.invars, given) if not isinstance(x, Literal)}
+  alone = jaxpr.replace(constvars=[], invars=list(known), outvars=list(equation.outvars),
+                        eqns=[equation])
+  return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*known.values())
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[jax.Array], arguments: Sequence[jax.Array],

@@ -181,14 +181,15 @@ class Custom(Term):
 
   function: Callable[..., jax.Array]
   operands: tuple[jax.Array, ...]
-  roles = {"operands": ROW}
+  numbers: tuple[jax.Array, ...] = ()  # further operands, [B or 1, H or 1, T or 1, S or 1]
+  roles = {"operands": ROW, "numbers": PAIR}
 
   def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
-    at = tile.at
+    at, numbers = tile.at, self.numbers
     if tile.used is not None:
-      score, at = _of_used_pairs(score, at, tile.used)
+      score, at, numbers = _of_used_pairs(score, at, numbers, tile.used)
     operands = (x.astype(score.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-                for x in self.operands)
+                for x in (*self.operands, *numbers))
     function = self.function if tile.forms is None else forms.in_forms(self.function, tile.forms)
     function = _skipping_zeros(function) if tile.skips_zeros else function
     result = function(score, at.batch, at.head, at.query_position, at.key_position, *operands)
@@ -227,9 +228,9 @@ def _skipping_zeros(function: Callable[..., jax.Array]) -> Callable[..., jax.Arr
   return whole
 
 
-def _of_used_pairs(score: jax.Array, at: Coordinates,
-                   used: jax.Array) -> tuple[jax.Array, Coordinates]:
-  """Returns scores and coordinates with those of a used pair in place of the others'."""
+def _of_used_pairs(score: jax.Array, at: Coordinates, numbers: tuple[jax.Array, ...],
+                   used: jax.Array) -> tuple[jax.Array, Coordinates, tuple[jax.Array, ...]]:
+  """Returns scores, coordinates and numbers with those of a used pair in place of the others'."""
   chosen = jnp.argmax(jnp.broadcast_to(used, score.shape))
   def replaced(x: jax.Array) -> jax.Array:
     x = jnp.broadcast_to(x, score.shape)
@@ -237,4 +238,5 @@ def _of_used_pairs(score: jax.Array, at: Coordinates,
   return replaced(score), at._replace(
       head=replaced(at.head), query_index=replaced(at.query_index),
       key_index=replaced(at.key_index), query_position=replaced(at.query_position),
-      key_position=replaced(at.key_position))
+      key_position=replaced(at.key_position)), tuple(
+          x if x.size == 1 else replaced(x) for x in numbers)

@@ -83,7 +83,8 @@ def _refusal_of_function(term: terms.Custom) -> str | None:
   score = jax.ShapeDtypeStruct((8, 8), jnp.float32)
   whole = jax.ShapeDtypeStruct((8, 8), jnp.int32)
   one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-  numbers = [jax.ShapeDtypeStruct((1, 1), at_least_float32(jnp.float32)) for _ in term.operands]
+  numbers = [jax.ShapeDtypeStruct((1, 1), at_least_float32(jnp.float32))
+             for _ in (*term.operands, *term.numbers)]
   at = (one, one, whole, whole)
   try:
     traced = jax.make_jaxpr(term.function)(score, *at, *numbers)
