@@ -182,6 +182,16 @@ class Case(NamedTuple):
     return jax.jit(run, compiler_options=sampling.LEAST)(operands)
 
 
+def programs_of(cases: dict[str, Case]) -> dict[str, tuple[Any, tuple]]:
+  """Returns the forward and all kernels of the backward of each, for `benchmark.static.gpu`."""
+  found: dict[str, tuple[Any, tuple]] = {}
+  for name, case in cases.items():
+    residuals = case.residual_shapes
+    found[f"{name}_forward"] = case.forward, (case.shapes,)
+    found[f"{name}_backward"] = case.backward, (case.shapes, residuals, residuals)
+  return found
+
+
 SMALL = BlockSizes(128, 64)
 
 # Several blocks along both sides, every width, and features that the short property cases miss.

@@ -123,17 +123,11 @@ def gpu_case(name: str) -> gpu_cases.Case:
   """A case of the GPU kernels, whose score mod has done its look-ups."""
   function = FUNCTIONS[name]
   case = gpu_cases.Case(masks.causal(), B=B, T=T, H=H, K=1, mod=function.mod(*function.operands))
-  call = lookups.call_of((B, H, T, T), case.dtype, case.mask)
-  return case._replace(mod=lookups.before(case.mod.lower(call.shape), call))
+  shape = B, H, T, T
+  return case._replace(mod=lookups.before(case.mod.lower(shape), shape, case.dtype, case.mask))
 
 
 @functools.cache
 def gpu_programs() -> dict[str, tuple[Any, tuple]]:
   """The forward and all kernels of the backward, for `benchmark.static.gpu`."""
-  found: dict[str, tuple[Any, tuple]] = {}
-  for name in FUNCTIONS:
-    case = gpu_case(name)
-    residuals = case.residual_shapes
-    found[f"{name}_forward"] = case.forward, (case.shapes,)
-    found[f"{name}_backward"] = case.backward, (case.shapes, residuals, residuals)
-  return found
+  return gpu_cases.programs_of({name: gpu_case(name) for name in FUNCTIONS})

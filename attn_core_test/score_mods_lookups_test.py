@@ -24,9 +24,8 @@ from attn_core import (BlockSizes, MaskInfo, OperationMetadata, attention, creat
 from attn_core.benchmark.static import gpu as static_gpu, profile
 from attn_core.caches import dense as caches
 from attn_core.score_mods import lookups
-from attn_core_test import gpu_cases, gpu_interpret, sampling, score_mods_lookups as cases
+from attn_core_test import gpu_interpret, sampling, score_mods_lookups as cases
 from attn_core_test import tpu_interpret
-from attn_core_test.gpu_interpret import interpret
 from attn_core_test.score_mods_lookups import FUNCTIONS
 
 B, T, H, K, D = cases.B, cases.T, cases.H, 1, 16
@@ -95,8 +94,8 @@ def _close(got, want, tolerance):
 def _before(name, shape=(B, H, T, T), at=True):
   """Returns the term of a function, which has done its look-ups where it can."""
   function = FUNCTIONS[name]
-  return lookups.before(function.mod(*function.operands).lower(shape),
-                        lookups.call_of(shape, np.float32, masks.full() if at else None))
+  return lookups.before(function.mod(*function.operands).lower(shape), shape, np.float32,
+                        masks.full() if at else None)
 
 
 def _times_column(score, row, head, query, key, column):
@@ -123,8 +122,7 @@ class NumbersTest(parameterized.TestCase):
   def test_leaves_others_as_they_are(self, function):
     """Also one that looks nothing up, which needs no array."""
     mod = score_mods.custom(lambda *x: function(*x), np.ones(T, np.float32)).lower((B, H, T, T))
-    call = lookups.call_of((B, H, T, T), np.float32, masks.full())
-    self.assertIs(lookups.before(mod, call), mod)
+    self.assertIs(lookups.before(mod, (B, H, T, T), np.float32, masks.full()), mod)
 
   @parameterized.parameters(("slopes", True), ("keys", False), ("scales", False))
   def test_positions_that_are_not_known_are_left(self, name, is_before):
@@ -291,17 +289,7 @@ class GpuTest(parameterized.TestCase):
 
   @parameterized.named_parameters((x, x) for x in sampling.names(NAMES, ("scales",)))
   def test_value_and_gradients(self, name):
-    case = cases.gpu_case(name)
-    operands = case.operands()
-    residuals, cotangents, expected = case.derivatives(operands, rounds=False)
-    (out, lse), found = interpret(
-        lambda *x: (case.forward(x[0]), case.backward(*x)), operands, residuals, cotangents)
-    np.testing.assert_allclose(lse, residuals.lse, rtol=0, atol=1e-5 * abs(residuals.lse).max())
-    for name, y in (expected | {"out": residuals.out}).items():
-      y = np.asarray(y, np.float32)
-      np.testing.assert_allclose(
-          np.asarray((found | {"out": out})[name], np.float32), y, rtol=0, err_msg=name,
-          atol=gpu_cases.TOLERANCE[case.dtype] * max(1, abs(y).max()))
+    gpu_interpret.check_gradients(cases.gpu_case(name))
 
 
 class ExplainTest(parameterized.TestCase):

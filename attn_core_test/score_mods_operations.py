@@ -92,10 +92,4 @@ def gpu_case(name: str) -> gpu_cases.Case:
 @functools.cache
 def gpu_programs() -> dict[str, tuple[Any, tuple]]:
   """The forward and all kernels of the backward, for `benchmark.static.gpu`."""
-  found: dict[str, tuple[Any, tuple]] = {}
-  for name in ("kerple", *OPERATIONS):
-    case = gpu_case(name)
-    residuals = case.residual_shapes
-    found[f"{name}_forward"] = case.forward, (case.shapes,)
-    found[f"{name}_backward"] = case.backward, (case.shapes, residuals, residuals)
-  return found
+  return gpu_cases.programs_of({name: gpu_case(name) for name in ("kerple", *OPERATIONS)})

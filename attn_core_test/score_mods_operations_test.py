@@ -22,9 +22,8 @@ from attn_core import BlockSizes, OperationMetadata, attention, explain, score_m
 from attn_core.benchmark.static import gpu as static_gpu, profile
 from attn_core.kernels.gpu.flash import score_forms
 from attn_core.score_mods import forms, operations
-from attn_core_test import gpu_cases, gpu_interpret, sampling, score_mods_operations as cases
+from attn_core_test import gpu_interpret, sampling, score_mods_operations as cases
 from attn_core_test import tpu_interpret
-from attn_core_test.gpu_interpret import interpret
 
 TPU = OperationMetadata(platform="tpu")
 METADATA = {"tpu": TPU, "gpu": OperationMetadata(platform="gpu", compute_capability="9.0")}
@@ -164,17 +163,7 @@ class GpuTest(parameterized.TestCase):
 
   @parameterized.named_parameters((x, x) for x in sampling.names(NAMES, ("kerple",)))
   def test_value_and_gradients(self, name):
-    case = cases.gpu_case(name)
-    operands = case.operands()
-    residuals, cotangents, expected = case.derivatives(operands, rounds=False)
-    (out, lse), found = interpret(
-        lambda *x: (case.forward(x[0]), case.backward(*x)), operands, residuals, cotangents)
-    np.testing.assert_allclose(lse, residuals.lse, rtol=0, atol=1e-5 * abs(residuals.lse).max())
-    for name, y in (expected | {"out": residuals.out}).items():
-      y = np.asarray(y, np.float32)
-      np.testing.assert_allclose(
-          np.asarray((found | {"out": out})[name], np.float32), y, rtol=0, err_msg=name,
-          atol=gpu_cases.TOLERANCE[case.dtype] * max(1, abs(y).max()))
+    gpu_interpret.check_gradients(cases.gpu_case(name))
 
 
 class ExplainTest(parameterized.TestCase):

@@ -85,7 +85,7 @@ def normalize(a: AttentionArguments) -> Normalized:
       mod is not None and mod.reads_positions), shape)
   is_in_order = features.permuted_token_order(metadata) is None and columns == shape[3]
   mod = normalize_score_mod.after_look_ups(
-      mod, a, query.dtype, mask, shape, is_in_order and a.cache_view is None)
+      mod, a.score_mod, query.dtype, mask, shape, is_in_order and a.cache_view is None)
   arrays, structure = jax.tree.flatten(mask)
   bias = normalize_bias(a.bias, a.init_bias, a.layout, (*shape[:3], columns))
   sinks = normalize_sinks(a.softmax_aux, heads)

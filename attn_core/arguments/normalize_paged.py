@@ -165,7 +165,7 @@ def _score_mod(a: AttentionArguments, heads: int, tokens: int,
   found = normalize_score_mod.term_of(a.score_mod, (1, heads, tokens, 1))
   # Of a request with one token: how many there are is not known.
   return normalize_score_mod.after_look_ups(
-      found, a, dtype, constructors.full(), (1, heads, 1, 1), False)
+      found, a.score_mod, dtype, constructors.full(), (1, heads, 1, 1), False)
 
 
 def _as_stored(x: jax.Array, cache: Pages) -> jax.Array:

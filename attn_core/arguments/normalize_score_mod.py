@@ -5,7 +5,6 @@
 from jax.typing import DTypeLike
 
 from attn_core import checks
-from attn_core.arguments.arguments import AttentionArguments
 from attn_core.masks.mask import Mask
 from attn_core.score_mods import lookups, reads
 from attn_core.score_mods.score_mod import ScoreMod
@@ -25,13 +24,13 @@ def term_of(mod: ScoreMod | None, shape: tuple[int, int, int, int]) -> ScoreMod 
   return mod.lower(shape)
 
 
-def after_look_ups(term: ScoreMod | None, a: AttentionArguments, dtype: DTypeLike, mask: Mask,
+def after_look_ups(term: ScoreMod | None, mod: ScoreMod | None, dtype: DTypeLike, mask: Mask,
                    shape: tuple[int, int, int, int], is_placed: bool) -> ScoreMod | None:
   """Returns a term whose functions have done their look-ups, which are checked.
 
   Args:
     term: of the score mod; None: the call has none.
-    a: the arguments.
+    mod: the score mod.
     dtype: that is computed with.
     mask: of the call.
     shape: (B, H, T, S).
@@ -40,7 +39,7 @@ def after_look_ups(term: ScoreMod | None, a: AttentionArguments, dtype: DTypeLik
   Raises:
     ValueError: a function reads beyond its operands.
   """
-  if term is None or a.score_mod is None:
+  if term is None or mod is None:
     return None
-  reads.check(a.score_mod, mask, shape)
-  return lookups.before(term, lookups.call_of(shape, dtype, mask if is_placed else None))
+  reads.check(mod, mask, shape)
+  return lookups.before(term, shape, dtype, mask if is_placed else None)

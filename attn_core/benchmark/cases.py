@@ -239,8 +239,7 @@ def _term(case: Case) -> ScoreMod | None:
   """The score mod of a case as kernels evaluate it."""
   mod = score_mod(case)
   shape = case.batch, case.heads, case.queries, case.keys
-  return None if mod is None else lookups.before(
-      mod.lower(shape), lookups.call_of(shape, case.dtype, None))
+  return None if mod is None else lookups.before(mod.lower(shape), shape, case.dtype, None)
 
 
 def mod_arrays(case: Case) -> tuple[jax.Array, ...]:

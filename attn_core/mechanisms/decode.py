@@ -66,8 +66,7 @@ def _with_written_mask(call: Call) -> Call:
   seen = materialize.visible(call.spec.mask, call.operands.mask, shape)
   mask: Mask = constructors.dense(jnp.broadcast_to(seen, (*seen.shape[:2], *shape[2:])))
   if call.spec.has_score_mod:
-    at, _ = evaluate.move_to_positions(*materialize.expand(
-        call.spec.mask, call.operands.mask, shape))
+    at = evaluate.positions(call.spec.mask, call.operands.mask, shape)
     rows = lambda x: x.reshape(x.shape[0], -1)
     mask = constructors.positions(rows(at.query_position), rows(at.key_position), mask)
   arrays, structure = jax.tree.flatten(mask)

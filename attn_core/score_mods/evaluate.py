@@ -95,11 +95,16 @@ def move_to_positions(mask: mask_lib.Mask,
   return dropout.move_to_positions(mask, at), is_consecutive(mask)
 
 
-def positions(mask: mask_lib.Mask, shape: materialize.Shape) -> mask_lib.Coordinates:
-  """Returns the positions of all queries and keys of a call, [B or 1, 1, T or 1, S or 1]."""
-  arrays, structure = jax.tree.flatten(mask)
-  mask, at = materialize.expand(structure, MaskOperands(tuple(map(jnp.asarray, arrays))), shape)
-  return move_to_positions(mask, at)[0]
+def positions(structure: Structure, numbers: MaskOperands,
+              shape: materialize.Shape) -> mask_lib.Coordinates:
+  """Returns coordinates whose positions are [B or 1, 1, T or 1, 1] and [B or 1, 1, 1, S or 1].
+
+  Args:
+    structure: the mask's tree structure.
+    numbers: its arrays.
+    shape: (B, H, T, S) of the call.
+  """
+  return move_to_positions(*materialize.expand(structure, numbers, shape))[0]
 
 
 def is_consecutive(mask: mask_lib.Mask) -> bool:

@@ -125,7 +125,7 @@ def _widened(x: jax.Array) -> jax.Array:
   return lax.convert_element_type(x, jnp.float32) if narrow else x
 
 
-def binder(forms: Forms) -> operations.Bind:
+def binder(forms: Forms) -> operations.Bind[jax.Array]:
   """Returns what applies an operation in its form, in 32 bits; see `operations.evaluate`."""
   def apply(equation: JaxprEqn, given: list[jax.Array]) -> list[jax.Array]:
     name, parameters = equation.primitive.name, equation.params

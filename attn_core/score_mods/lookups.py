@@ -11,20 +11,20 @@ evaluate the rest of the function.
 import dataclasses
 import functools
 import operator
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Sequence
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.typing import DTypeLike
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core import array_axes
-from attn_core.masks.mask import Coordinates, Mask
+from attn_core.masks.mask import Mask
 from attn_core.masks.materialize import Shape
 from attn_core.score_mods import evaluate, operations, terms
 from attn_core.score_mods.score_mod import Composed, ScoreMod
-from attn_core.types import at_least_float32
+from attn_core.types import MaskOperands, at_least_float32
 
 # What a value depends on: bits of a set.
 _ROW, _HEAD, _QUERY, _KEY, _SCORE = 1, 2, 4, 8, 16
@@ -33,72 +33,59 @@ _SETTINGS = "jax_enable_x64", "jax_numpy_rank_promotion", "jax_numpy_dtype_promo
 _NO_POSITIONS = np.zeros((1, 1, 1, 1), np.int32)
 
 
-class Call(NamedTuple):
-  """Where a call evaluates a function."""
-
-  shape: Shape  # (B, H, T, S)
-  dtype: np.dtype  # of the scores
-  at: Coordinates | None  # positions [B or 1, 1, T or 1, S or 1]; None: not known
-
-
-def call_of(shape: Shape, dtype: DTypeLike, mask: Mask | None) -> Call:
-  """Returns the call of a shape (B, H, T, S).
-
-  Args:
-    shape: the shape.
-    dtype: of the query.
-    mask: whose positions count; None: positions are not known.
-  """
-  return Call(shape, at_least_float32(dtype),
-              None if mask is None else evaluate.positions(mask, shape))
-
-
-def before(term: ScoreMod, call: Call) -> ScoreMod:
+def before(term: ScoreMod, shape: Shape, dtype: DTypeLike, mask: Mask | None) -> ScoreMod:
   """Returns a term whose functions get the results of their look-ups.
 
   Args:
     term: any term; a function that also looks numbers up in another way, such as by both positions,
       is left as it is.
-    call: where it is evaluated.
+    shape: (B, H, T, S) of the call.
+    dtype: of the query.
+    mask: whose positions count; None: positions are not known.
   """
   if isinstance(term, Composed):
-    return Composed(before(term.first, call), before(term.second, call))
-  return _before(term, call) if isinstance(term, terms.Custom) else term
-
-
-def _before(term: terms.Custom, call: Call) -> ScoreMod:
-  operands = tuple(x[0, 0] for x in term.operands)
-  rest = Rest(term.function, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands),
-              _ROW | _HEAD | (0 if call.at is None else _QUERY | _KEY))
+    return Composed(*(before(x, shape, dtype, mask) for x in (term.first, term.second)))
+  if not isinstance(term, terms.Custom):
+    return term
+  dtype = at_least_float32(dtype)
+  shapes = tuple(jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for x in term.operands)
+  rest = Rest(term.function, shapes, _ROW | _HEAD | (0 if mask is None else _QUERY | _KEY))
   settings = tuple(getattr(jax.config, name) for name in _SETTINGS)
-  depends = _depends_of_numbers(rest, call.dtype, settings)
+  depends = _depends_of_numbers(rest, dtype, settings)
   if not depends:
     return term
-  rest = dataclasses.replace(rest, depends=depends)
-  places = (_NO_POSITIONS,) * 2 if call.at is None else (
-      call.at.query_position, call.at.key_position)
+  operands = tuple(x[0, 0] for x in term.operands)
+  places = (_NO_POSITIONS,) * 2 if mask is None else _places(mask, shape)
   mesh = array_axes.typed_mesh(*operands, *places)
   if mesh is not None:
     whole = lambda x: array_axes.reshard(x, mesh, jax.sharding.PartitionSpec())
     operands, places = jax.tree.map(whole, (operands, places))
-  return terms.Custom(rest, (), _numbers(rest, call._replace(at=None), operands, places))
+  rest = dataclasses.replace(rest, depends=depends)
+  return terms.Custom(rest, (), _numbers(rest, (shape, dtype), operands, places))
+
+
+def _places(mask: Mask, shape: Shape) -> tuple[jax.Array, jax.Array]:
+  """Returns the positions of queries and keys, [B or 1, 1, T or 1, S or 1]."""
+  arrays, structure = jax.tree.flatten(mask)
+  at = evaluate.positions(structure, MaskOperands(tuple(map(jnp.asarray, arrays))), shape)
+  return at.query_position, at.key_position
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _numbers(rest: "Rest", call: Call, operands: tuple[jax.Array, ...],
+def _numbers(rest: "Rest", scores: tuple[Shape, np.dtype], operands: tuple[jax.Array, ...],
              places: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
   """Returns the results of look-ups, [B or 1, H or 1, T or 1, S or 1].
 
   Args:
     rest: the function.
-    call: where it is evaluated, without positions.
+    scores: shape and dtype of all scores.
     operands: of the function.
     places: positions of queries and keys, [B or 1, 1, T or 1, S or 1].
   """
-  rows, heads, queries, keys = call.shape
+  (rows, heads, queries, keys), dtype = scores
 
   def of_row(row: jax.Array, query: jax.Array, key: jax.Array) -> list[jax.Array]:
-    score = jax.ShapeDtypeStruct((heads, queries, 1, keys), call.dtype)
+    score = jax.ShapeDtypeStruct((heads, queries, 1, keys), dtype)
     head = jnp.arange(heads, dtype=jnp.int32).reshape(-1, 1, 1, 1)
     at = row, head, query.reshape(1, -1, 1, 1), key.reshape(1, 1, 1, -1)
     return [x for _, x in rest.numbers(score, at, operands)]
@@ -210,29 +197,19 @@ class _Parts:
     """Returns the results of the part; of the look-ups, `number` gets them."""
     depends = _SCORE, _ROW, _HEAD, _QUERY, _KEY
     given = [*map(_constant, at, depends), *map(_operand, operands)]
-    found = self._evaluate(traced.jaxpr, traced.consts, given)
+    found = operations.evaluate(
+        traced.jaxpr, traced.consts, given, functools.partial(self._apply, traced.jaxpr),
+        operations.Walk(("jit", "pjit"), literal=_constant, captured=_operand))
     return [self._for_rest(value, x.aval) for value, x in zip(found, traced.jaxpr.outvars)]
 
-  def _evaluate(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[_Value]) -> list[_Value]:
-    known = dict(zip(jaxpr.constvars, map(_operand, consts))) | dict(zip(jaxpr.invars, given))
-    value = lambda x: _constant(x.val) if isinstance(x, Literal) else known[x]
-    for equation in jaxpr.eqns:
-      values = list(map(value, equation.invars))
-      if equation.primitive.name in ("jit", "pjit"):
-        called = equation.params["jaxpr"]
-        found = self._evaluate(called.jaxpr, called.consts, values)
-      else:
-        found = self._apply(equation, jaxpr, values)
-      known.update(zip(equation.outvars, found))
-    return list(map(value, jaxpr.outvars))
-
-  def _apply(self, equation: JaxprEqn, jaxpr: Any, values: list[_Value]) -> list[_Value]:
+  def _apply(self, jaxpr: Jaxpr, equation: JaxprEqn, values: list[_Value]) -> list[_Value]:
     depends = functools.reduce(operator.or_, (x.depends for x in values), 0)
     types: list[Any] = [x.aval for x in equation.invars]
     bind = lambda arrays: operations.bind_whole(equation, jaxpr, arrays)
     if self._is_late(depends) or equation.effects:
       arrays = list(map(self._for_rest, values, types))
-      found = bind(_aligned(equation, arrays)) if self.is_rest else [None] * len(equation.outvars)
+      found = bind(_aligned(equation, arrays, types)) if self.is_rest else [
+          None] * len(equation.outvars)
       return [_constant(x, depends | _SCORE) for x in found]
     if _is_repeated(equation):  # one number for the rest, which all its elements might not be
       return values
@@ -255,13 +232,12 @@ class _Parts:
     return _repeated(value.array, like) if self.is_rest else None
 
 
-def _aligned(equation: JaxprEqn, arrays: list[Any]) -> list[Any]:
+def _aligned(equation: JaxprEqn, arrays: list[Any], types: list[Any]) -> list[Any]:
   """Returns the inputs of an operation, which all have the same axes where one has more than known.
 
   Raises:
     _NotBefore: the operation calls a function of fewer axes.
   """
-  types: list[Any] = [x.aval for x in equation.invars]
   if all(np.shape(x) == like.shape for x, like in zip(arrays, types)):
     return arrays
   if operations.inner(equation) is not None:

@@ -2,18 +2,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluates functions operation by operation, some operations in another way."""
 
-from typing import Callable, Sequence
+from typing import Any, Callable, Generic, NamedTuple, Sequence, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
-Bind = Callable[[JaxprEqn, list[jax.Array]], list[jax.Array]]
+Value = TypeVar("Value")
+Bind = Callable[[JaxprEqn, list[Value]], list[Value]]
+
+_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat", "checkpoint")
+
+
+class Walk(NamedTuple, Generic[Value]):
+  """The way of `evaluate` through a function."""
+
+  entered: tuple[str, ...] = _CALLS  # calls whose operations are applied in their place
+  literal: Callable[[Any], Value] = lambda x: x  # makes a value of a literal
+  captured: Callable[[Any], Value] = lambda x: x  # and of an array that the function captures
+
+
+_EVERY_CALL: Any = Walk()
 
 
 def inner(equation: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
   """Returns the function that an equation calls, as a jaxpr; None: it calls none."""
-  if equation.primitive.name not in ("jit", "pjit", "closed_call", "custom_jvp_call",
-                                     "custom_vjp_call", "remat", "checkpoint"):
+  if equation.primitive.name not in _CALLS:
     return None
   given = (equation.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
   return next((x for x in given if x is not None), None)
@@ -35,25 +48,28 @@ def bind_whole(equation: JaxprEqn, jaxpr: Jaxpr, given: list[jax.Array]) -> list
   return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*known.values())
 
 
-def evaluate(jaxpr: Jaxpr, consts: Sequence[jax.Array], arguments: Sequence[jax.Array],
-             apply: Bind) -> list[jax.Array]:
-  """Returns the results of a function, by `apply` for each operation that calls no function.
+def evaluate(jaxpr: Jaxpr, consts: Sequence[jax.Array], arguments: Sequence[Value],
+             apply: Bind[Value], walk: Walk[Value] = _EVERY_CALL) -> list[Value]:
+  """Returns the results of a function, by `apply` for each operation that is not entered.
 
   Args:
     jaxpr: the function.
     consts: the arrays that it captures.
     arguments: of the function.
     apply: see `bind`.
+    walk: which calls are entered, and what `apply` gets.
   """
-  known = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, arguments))
-  value = lambda x: x.val if isinstance(x, Literal) else known[x]
+  known = dict(zip(jaxpr.constvars, map(walk.captured, consts))) | dict(zip(
+      jaxpr.invars, arguments))
+  value = lambda x: walk.literal(x.val) if isinstance(x, Literal) else known[x]
   for equation in jaxpr.eqns:
-    given, called = [value(x) for x in equation.invars], inner(equation)
+    given = [value(x) for x in equation.invars]
+    called = inner(equation) if equation.primitive.name in walk.entered else None
     if called is None:
       found = apply(equation, given)
     elif isinstance(called, ClosedJaxpr):
-      found = evaluate(called.jaxpr, called.consts, given, apply)
+      found = evaluate(called.jaxpr, called.consts, given, apply, walk)
     else:
-      found = evaluate(called, (), given, apply)
+      found = evaluate(called, (), given, apply, walk)
     known.update(zip(equation.outvars, found))
   return [value(x) for x in jaxpr.outvars]

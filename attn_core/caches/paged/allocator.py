@@ -169,15 +169,13 @@ def extend_all(allocator: Allocator,
     OutOfPages: there are too few free pages for all of them.
   """
   state = allocator.version.state()
-  size, pool, rows = state.page_size, state.pool, state.rows
+  size, pool = state.page_size, state.pool
   left, wanted = page_pool.available(pool), []
   leaving: dict[int, int] = {}  # owners of a shared page that get a copy
   for name, more in tokens.items():
     if type(more) is not int or more < 0:
       checks.integer("tokens", more, "an int >= 0", lambda x: x >= 0)
-    row = rows.get(name)
-    if row is None:
-      row = found(allocator, name)[1]
+    row = found(allocator, name)[1]
     before = row[LENGTH]
     length, shared = before + more, False
     if more and before % size:  # of the pages that the request has, only the last is written
@@ -264,7 +262,7 @@ def truncate_all(allocator: Allocator, lengths: Mapping[Hashable, int]) -> Alloc
   """
   state, rows = allocator.version.state(), list[tuple[Row, int]]()
   for name, length in lengths.items():
-    row = state.rows[name] if name in state.rows else found(allocator, name)[1]
+    row = found(allocator, name)[1]
     least = row[RELEASED] * state.page_size
     if type(length) is not int or not least <= length <= row[LENGTH]:
       checks.integer("length", length,

@@ -148,8 +148,8 @@ def distances_of_runs(operands: Operands, spec: AttentionSpec, *,
 def positions_of(operands: Operands, spec: AttentionSpec) -> Coordinates:
   """Returns coordinates whose positions are [B or 1, 1, T or 1, 1] and [B or 1, 1, 1, S or 1]."""
   batch, queries, heads, _ = operands.query.shape
-  return evaluate.move_to_positions(*materialize.expand(
-      spec.mask, operands.mask, (batch, heads, queries, operands.key.shape[1])))[0]
+  return evaluate.positions(
+      spec.mask, operands.mask, (batch, heads, queries, operands.key.shape[1]))
 
 
 pad_axis = tile_lib.pad_axis
