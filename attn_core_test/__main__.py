@@ -8,7 +8,8 @@ are divided into pieces, each of which runs every n-th test. Without patterns th
 `sampling` tags as slow are left out; `--slow` runs them too, and `--slow --rotation K/N` the K-th
 of N parts of them. A module given by name runs whole, except for slow cases. `--short` leaves out
 what sampling.SHARDS lists, and of most other modules all but one test. `--again`, for a second run
-with other versions of Python and JAX, leaves out what they cannot change. All processes share a
+with other versions of Python and JAX, leaves out what they cannot change, and takes some tests in
+turns with other rotations. All processes share a
 cache of compiled programs, which is removed at the end. A piece prints one line when it is done,
 and its whole output if a test failed, else the lines that begin with MARK. The last line is
 `N passed, M failed, K skipped`; the exit status is 0 only if tests ran and none failed.
@@ -244,8 +245,8 @@ def main() -> int:
   for piece in (piece for piece in pieces if outcomes[piece].failed):
     print(f"FAILED: {piece}")
   if arguments.again:
-    print(f"left out, as after a run without --again: {', '.join(sampling.ONCE)}, and pages of "
-          "documents_test")
+    print(f"left out, as after a run without --again: {', '.join(sampling.ONCE)}, and what takes "
+          "turns by sampling.in_turn")
   if rotation is not None:
     print(f"slow tests: rotation {rotation}")
   elif not arguments.patterns:

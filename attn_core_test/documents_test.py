@@ -25,11 +25,10 @@ SECONDS = 10  # of CPU for the programs of a page, without compiled programs kep
 ELSEWHERE = ("maxtext", "axlearn")
 PAGES = {path.relative_to(documents.ROOT).as_posix(): path.read_text(encoding="utf-8")
          for path in documents.pages()}
-if os.environ.get(sampling.AGAIN):  # pages whose programs need nothing but JAX take turns
-  TURN = 0 if sampling.ROTATION is None else sampling.ROTATION.index
-  PAGES = {name: text for n, (name, text) in enumerate(PAGES.items())
-           if name == "README.md" or (n - TURN) % 4 == 0
-           or any(block.needs for block in documents.blocks_of(text))}
+TAKEN = sampling.in_turn(PAGES, 4)  # of those whose programs need nothing but JAX
+PAGES = {name: text for name, text in PAGES.items()
+         if name == "README.md" or name in TAKEN
+         or any(block.needs for block in documents.blocks_of(text))}
 
 
 class DocumentsTest(parameterized.TestCase):

@@ -21,7 +21,7 @@ from attn_core.masks import leaves, selected
 from attn_core.references import oracle
 from attn_core.types import (AttentionSpec, BlockSizes, MaskOperands, Operands, PagedSpec,
                              differentiable_names, operand, with_operands)
-from attn_core_test import property_cases, sampling
+from attn_core_test import gpu_interpret, property_cases, sampling
 
 KERNEL = gpu_flash.make_kernel(xla_flash.KERNEL)
 
@@ -180,6 +180,20 @@ class Case(NamedTuple):
           operands._replace(**wide), self.full_spec._replace(latent_width=None))
       return output.attention_outputs, output.lse
     return jax.jit(run, compiler_options=sampling.LEAST)(operands)
+
+
+def check_gradients(case: Case) -> None:
+  """Compares a case's interpreted kernels, forward and backward, with its oracle in float32."""
+  operands = case.operands()
+  residuals, cotangents, expected = case.derivatives(operands, rounds=False)
+  (out, lse), found = gpu_interpret.interpret(
+      lambda *x: (case.forward(x[0]), case.backward(*x)), operands, residuals, cotangents)
+  np.testing.assert_allclose(lse, residuals.lse, rtol=0, atol=1e-5 * abs(residuals.lse).max())
+  for name, y in (expected | {"out": residuals.out}).items():
+    y = np.asarray(y, np.float32)
+    np.testing.assert_allclose(
+        np.asarray((found | {"out": out})[name], np.float32), y, rtol=0, err_msg=name,
+        atol=TOLERANCE[case.dtype] * max(1, abs(y).max()))
 
 
 def programs_of(cases: dict[str, Case]) -> dict[str, tuple[Any, tuple]]:

@@ -15,11 +15,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
-from attn_core_test import program_cases, recorded_programs
+from attn_core_test import program_cases, recorded_programs, sampling
 
 jax.config.update("jax_num_cpu_devices", 8)
 
 COMMAND = "python3 -m attn_core_test.recorded_programs"
+
+
+def is_alike(name, recorded):
+  """Says if a program has the same operations for all versions of JAX."""
+  return len({text for (known, _), text in recorded.items() if known == name}) == 1
 
 
 class RecordedTest(parameterized.TestCase):
@@ -33,8 +38,12 @@ class RecordedTest(parameterized.TestCase):
     expected = {name: text for (name, known), text in recorded.items() if known == version}
     programs = recorded_programs.programs(file)
     self.assertEqual(list(programs), list(expected), f"other programs than recorded: {COMMAND}")
+    # A change of the library shows in these with every version of JAX.
+    taken = sampling.in_turn((name for name in programs if is_alike(name, recorded)), 4)
     changed = []
     for name, program in programs.items():
+      if name not in taken and is_alike(name, recorded):
+        continue
       text = recorded_programs.text_of(program)
       if text != expected[name]:
         changed += [f"== {name}", *list(difflib.unified_diff(

@@ -123,8 +123,9 @@ READERS = ("adapters_recipes_test", "doctest_test", "english_test",
            "static_tpu_test", "support_matrix_test", "tpu_suite_test", "typing_test")
 
 # Modules about texts and the structure of the library, which no version of Python or JAX changes:
-# a run with other versions leaves them out by `--again`, and of documents_test three in four of the
-# pages that need no package besides JAX; pages take turns.
+# a run with other versions leaves them out by `--again`. What is tested again takes turns there, see
+# `in_turn`: a quarter of the pages that need no package besides JAX, a quarter of the programs whose
+# operations are recorded alike for all versions of JAX, and half of each class of OF_MEANING.
 ONCE = ("english_test", "import_graph_test", "parity_test", "pictures_test", "readme_test",
         "spelling_test")
 
@@ -163,7 +164,7 @@ OF_MEANING = ("adapters*test", "approved_test", "arguments_test", "bad_input_tes
 
 VARIABLE = "ATTN_CORE_SLOW"  # "K/N" in the environment: the slow tests of this rotation run
 FEW = "ATTN_CORE_FEW"  # in the environment: one test of each module runs
-AGAIN = "ATTN_CORE_AGAIN"  # in the environment: what README.md's command ran is not run again
+AGAIN = "ATTN_CORE_AGAIN"  # in the environment: README.md's command ran before, by other versions
 SKIPPED = "slow: `python3 -m attn_core_test --slow` runs it"
 
 
@@ -190,6 +191,22 @@ def rotation_of(text: str) -> Rotation:
 
 
 ROTATION = rotation_of(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
+
+
+IS_AGAIN = bool(os.environ.get(AGAIN))
+
+
+def in_turn(cases: Iterable[Any], parts: int, again: bool = IS_AGAIN,
+            rotation: Rotation | None = ROTATION) -> list:
+  """Returns all cases; in a run again one in `parts`, so that as many rotations take all of them.
+
+  A single case is always taken.
+  """
+  every = list(cases)
+  if not again or len(every) == 1:
+    return every
+  turn = 0 if rotation is None else rotation.index
+  return [case for n, case in enumerate(every) if (n - turn) % parts == 0]
 
 
 def number_of(name: str) -> int:
@@ -225,9 +242,14 @@ def slow_parameters(*cases: tuple, named: bool = False) -> Callable:
   return (parameterized.named_parameters if named else parameterized.parameters)(*taken)
 
 
+def is_of(patterns: Iterable[str], module: str) -> bool:
+  """Says if a pattern, such as one of OF_MEANING, names the module."""
+  return any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns)
+
+
 def emulates(module: str) -> bool:
   """Says if EMULATING or OF_MEANING names the module."""
-  return any(fnmatch.fnmatchcase(module, pattern) for pattern in (*EMULATING, *OF_MEANING))
+  return is_of((*EMULATING, *OF_MEANING), module)
 
 
 def optimize_least() -> None:
@@ -266,14 +288,17 @@ class OneTest:
     return self._taken[case]
 
 
-def taken_of(tests: Sequence[str], group: str, rotation: Rotation | None = ROTATION) -> list[str]:
+def taken_of(tests: Sequence[str], group: str, rotation: Rotation | None = ROTATION,
+             again: bool = IS_AGAIN) -> list[str]:
   """Returns the tests of one class that a run of the suite takes, in their order.
 
   Args:
     tests: names of methods.
     group: name of the class with its module.
     rotation: which of the slow ones run too; None: none.
+    again: whether the tests of OF_MEANING take turns.
   """
+  again = again and is_of(OF_MEANING, group.split(".")[0])
   alike = collections.defaultdict(list)
   # By a hash, since every n-th case may well be of one kind.
   for name in sorted(tests, key=lambda name: (number_of(name), name)):
@@ -281,7 +306,7 @@ def taken_of(tests: Sequence[str], group: str, rotation: Rotation | None = ROTAT
   taken = set()
   for share, ordered in alike.items():
     quick = -(-len(ordered) // share)
-    taken.update(ordered[:quick])
+    taken.update(in_turn(ordered[:quick], 2, again, rotation))
     if rotation is not None:
       taken.update(name for index, name in enumerate(ordered[quick:], number_of(group))
                    if index % rotation.parts == rotation.index)

@@ -39,6 +39,28 @@ class SamplingTest(parameterized.TestCase):
     self.enter_context(mock.patch.dict(sampling.QUICK, {"a.*": 9}))
     self.assertEqual(sampling.taken_of(["test_a"], "a.B", None), ["test_a"])
 
+  @parameterized.parameters("bad_input_test", "no_such_test")
+  def test_again_tests_take_turns(self, module):
+    run = lambda k, names, again: sampling.taken_of(names, f"{module}.B", k and sampling.Rotation(
+        k, 64), again)
+    quick = sampling.taken_of(NAMES, f"{module}.B", None, False)
+    self.assertLen(quick, len(NAMES))
+    first, second = run(None, NAMES, True), run(9, NAMES, True)
+    of_meaning = module == "bad_input_test"
+    self.assertLen(first, 15 if of_meaning else 29)
+    self.assertSequenceEqual(sorted({*first, *second}), sorted(quick))
+    self.assertEqual({*first} & {*second}, set() if of_meaning else set(quick))
+    for k in (4, 5):
+      self.assertEqual(run(k, NAMES[:1], True), NAMES[:1])
+      self.assertEqual(run(k, NAMES, False), quick)
+
+  def test_parts_take_turns(self):
+    runs = [sampling.in_turn(NAMES, 4, True, sampling.Rotation(k, 64)) for k in range(7, 11)]
+    self.assertEqual(sorted(sum(runs, [])), sorted(NAMES))
+    self.assertEqual(sorted(map(len, runs)), [7, 7, 7, 8])
+    self.assertEqual(sampling.in_turn(NAMES, 4, False, None), NAMES)
+    self.assertEqual(sampling.in_turn([], 4, True, None), [])
+
   def test_every_slow_case_runs_in_one_rotation(self):
     for name in NAMES:
       taken = [k for k in range(5) if sampling.chosen(name, sampling.Rotation(k, 5))]

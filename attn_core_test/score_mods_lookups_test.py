@@ -24,7 +24,7 @@ from attn_core import (BlockSizes, MaskInfo, OperationMetadata, attention, creat
 from attn_core.benchmark.static import gpu as static_gpu, profile
 from attn_core.caches import dense as caches
 from attn_core.score_mods import lookups
-from attn_core_test import gpu_interpret, sampling, score_mods_lookups as cases
+from attn_core_test import gpu_cases, gpu_interpret, sampling, score_mods_lookups as cases
 from attn_core_test import tpu_interpret
 from attn_core_test.score_mods_lookups import FUNCTIONS
 
@@ -289,7 +289,7 @@ class GpuTest(parameterized.TestCase):
 
   @parameterized.named_parameters((x, x) for x in sampling.names(NAMES, ("scales",)))
   def test_value_and_gradients(self, name):
-    gpu_interpret.check_gradients(cases.gpu_case(name))
+    gpu_cases.check_gradients(cases.gpu_case(name))
 
 
 class ExplainTest(parameterized.TestCase):

@@ -22,7 +22,7 @@ from attn_core import BlockSizes, OperationMetadata, attention, explain, score_m
 from attn_core.benchmark.static import gpu as static_gpu, profile
 from attn_core.kernels.gpu.flash import score_forms
 from attn_core.score_mods import forms, operations
-from attn_core_test import gpu_interpret, sampling, score_mods_operations as cases
+from attn_core_test import gpu_cases, gpu_interpret, sampling, score_mods_operations as cases
 from attn_core_test import tpu_interpret
 
 TPU = OperationMetadata(platform="tpu")
@@ -163,7 +163,7 @@ class GpuTest(parameterized.TestCase):
 
   @parameterized.named_parameters((x, x) for x in sampling.names(NAMES, ("kerple",)))
   def test_value_and_gradients(self, name):
-    gpu_interpret.check_gradients(cases.gpu_case(name))
+    gpu_cases.check_gradients(cases.gpu_case(name))
 
 
 class ExplainTest(parameterized.TestCase):
