@@ -123,9 +123,9 @@ READERS = ("adapters_recipes_test", "doctest_test", "english_test",
            "static_tpu_test", "support_matrix_test", "tpu_suite_test", "typing_test")
 
 # Modules about texts and the structure of the library, which no version of Python or JAX changes:
-# a run with other versions leaves them out by `--again`. What is tested again takes turns there, see
-# `in_turn`: a quarter of the pages that need no package besides JAX, a quarter of the programs whose
-# operations are recorded alike for all versions of JAX, and half of each class of OF_MEANING.
+# a run with other versions leaves them out by `--again`. Some of what it tests takes turns, see
+# `in_turn`: a quarter of the pages that need no package besides JAX, a quarter of the programs
+# whose operations are recorded alike for all versions of JAX, and half of each class of OF_MEANING.
 ONCE = ("english_test", "import_graph_test", "parity_test", "pictures_test", "readme_test",
         "spelling_test")
 
@@ -135,7 +135,7 @@ ONCE = ("english_test", "import_graph_test", "parity_test", "pictures_test", "re
 # of their time.
 EMULATING = ("tpu_*test", "gpu_*test", "strict_modes_test", "documents_test", "benchmark_test",
              "programs_test", "ring_test", "numpy_*test", "score_mods_operations_test",
-             "score_mods_lookups_test")
+             "score_mods_lookups_test", "mask_lookups_test")
 
 # Options of a compiler for results that a test compares with, such as an oracle's in float64, and
 # for kernels of other chips: `jax.jit(function, compiler_options=sampling.LEAST)`.

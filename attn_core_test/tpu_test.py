@@ -357,8 +357,8 @@ class RefusalTest(parameterized.TestCase):
     self.refusal(NotImplementedError, "float16.*not supported.*blockwise", jnp.float16)
 
   def test_predicates_with_arrays(self):
-    mask = masks.custom(lambda b, h, q, k, table: table[q] <= k, np.zeros(256, np.int32))
-    self.refusal(NotImplementedError, "masks.custom with operands.*blockwise", mask=mask)
+    mask = masks.custom(lambda b, h, q, k, table: table[h] <= k, np.zeros(2, np.int32))
+    self.refusal(NotImplementedError, "masks.custom that reads arrays.*blockwise", mask=mask)
 
   def test_blocks_that_are_not_tiles(self):
     with self.assertRaisesRegex(ValueError, "block_sizes.block_q: got 100.*multiple of 128"):

@@ -5,6 +5,7 @@
 import jax.numpy as jnp
 
 from attn_core import checks
+from attn_core.arguments import mask_lookups
 from attn_core.arguments.arguments import AttentionArguments
 from attn_core.caches import quantize
 from attn_core.config import metadata as metadata_lib
@@ -59,8 +60,8 @@ def features_of(a: AttentionArguments, call: Call) -> dict[str, str]:
       "positions": (a.query_offset is not None or info.q_positions is not None
                     or info.kv_positions is not None, "query_offset or mask_info's positions"),
       "mask": (a.mask is not None or info.attention_mask is not None, "mask"),
-      "mask_operands": (any(isinstance(x, leaves.Custom) and x.operands for x in nodes),
-                        "masks.custom with operands"),
+      "mask_operands": (mask_lookups.reads_arrays(mask_lib.of_structure(call.spec.mask)),
+                        "masks.custom that reads arrays"),
       "selected": (any(isinstance(x, leaves.Selected) for x in nodes),
                    "masks.selected_blocks or masks.selected_keys"),
       "bias": (call.operands.bias is not None, "bias"),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.arguments import (block_sizes, features, latent, normalize_mask,
+from attn_core.arguments import (block_sizes, features, latent, mask_lookups, normalize_mask,
                                  normalize_score_mod)
 from attn_core.arguments.arguments import AttentionArguments, InitBias, RematPolicy, Shaped
 from attn_core.caches import quantize, update as step_lib
@@ -86,6 +86,8 @@ def normalize(a: AttentionArguments) -> Normalized:
   is_in_order = features.permuted_token_order(metadata) is None and columns == shape[3]
   mod = normalize_score_mod.after_look_ups(
       mod, a.score_mod, query.dtype, mask, shape, is_in_order and a.cache_view is None)
+  if is_in_order:
+    mask = mask_lookups.before(mask, shape)
   arrays, structure = jax.tree.flatten(mask)
   bias = normalize_bias(a.bias, a.init_bias, a.layout, (*shape[:3], columns))
   sinks = normalize_sinks(a.softmax_aux, heads)

@@ -180,8 +180,7 @@ def _forward_jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: 
   given = {name: operand(moves, name) for name in names
            if type(operand(moves, name)) is not ad.Zero}
   if not given:
-    return [out, lse], [
-        ad.Zero.from_primal_value(x) for x in (out, lse)]  # type: ignore[attr-defined]
+    return [out, lse], [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (out, lse)]
   call = call._replace(names=tuple(given), num_residuals=2 + len(rest))
   return [out, lse], _tangent_p.bind(*primals, out, lse, *rest, *given.values(), call=call)
 

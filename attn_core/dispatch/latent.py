@@ -4,7 +4,7 @@
 
 from typing import TYPE_CHECKING, Callable, NamedTuple
 
-from attn_core.masks import leaves, mask as mask_lib
+from attn_core.masks import leaves, looked_up, mask as mask_lib
 
 if TYPE_CHECKING:  # for annotations only: that module imports this one
   from attn_core.dispatch.capabilities import Request
@@ -105,7 +105,7 @@ def projected_limits(request: "Request") -> str | None:
   if widths.nope is None:
     return "absorbed queries: only queries of heads, with key_up and value_up, are projected"
   for node in mask_lib.nodes(mask_lib.of_structure(request.mask)):
-    if isinstance(node, (leaves.Dense, leaves.Custom)):
+    if isinstance(node, (leaves.Dense, leaves.Custom, looked_up.LookedUp)):
       return f"a mask of kind {type(node).__name__}, which may differ between heads"
   work = flops(widths, *request.lengths, request.query.shape[2])
   if work.absorbed <= work.projected:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.masks import leaves, mask as mask_lib
+from attn_core.masks import leaves, looked_up, mask as mask_lib
 from attn_core.masks.mask import Coordinates
 
 
@@ -112,7 +112,7 @@ def _mix(x: Any) -> Any:
   return x ^ (x >> 16)
 
 _READ_POSITIONS = (leaves.Causal, leaves.Window, leaves.Chunk, leaves.Prefix, leaves.Custom,
-                   leaves.Placed, leaves.Positions, leaves.Offset)
+                   looked_up.LookedUp, leaves.Placed, leaves.Positions, leaves.Offset)
 
 
 def move_to_positions(mask: mask_lib.Mask, at: Coordinates) -> Coordinates:

@@ -5,7 +5,7 @@
 What a function of `custom` computes from its operands, the batch row, the head and one of the two
 positions alone, such as `slopes[head]` or `gate[query, head]`, is an array with a number for each
 row and head, and maybe query or key. Kernels get these numbers in place of the operands, and
-evaluate the rest of the function.
+evaluate the rest of the function. `arguments.mask_lookups` does the same for predicates of masks.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import operator
 from typing import Any, Callable, Sequence
 
 import jax
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.typing import DTypeLike
 import jax.numpy as jnp
@@ -50,18 +51,58 @@ def before(term: ScoreMod, shape: Shape, dtype: DTypeLike, mask: Mask | None) ->
   dtype = at_least_float32(dtype)
   shapes = tuple(jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for x in term.operands)
   rest = Rest(term.function, shapes, _ROW | _HEAD | (0 if mask is None else _QUERY | _KEY))
+  found = _done_before(rest, dtype, lambda: tuple(x[0, 0] for x in term.operands), shape,
+                       lambda: (_NO_POSITIONS,) * 2 if mask is None else _places(mask, shape))
+  return term if found is None else terms.Custom(found[0], (), found[1])
+
+
+def _done_before(rest: "Rest", dtype: np.dtype, operands_of: Callable[[], tuple[jax.Array, ...]],
+                 shape: Shape, places_of: Callable[[], tuple[Any, Any]],
+                 ) -> "tuple[Rest, tuple[jax.Array, ...]] | None":
+  """Returns the rest and the results of its look-ups; None: there are others, or none.
+
+  Args:
+    rest: the function, of which it is not known on what its look-ups depend.
+    dtype: of the scores.
+    operands_of: returns the operands.
+    shape: (B, H, T, S) of the call.
+    places_of: returns the positions of queries and keys, [B or 1, 1, T or 1, S or 1].
+  """
   settings = tuple(getattr(jax.config, name) for name in _SETTINGS)
   depends = _depends_of_numbers(rest, dtype, settings)
   if not depends:
-    return term
-  operands = tuple(x[0, 0] for x in term.operands)
-  places = (_NO_POSITIONS,) * 2 if mask is None else _places(mask, shape)
+    return None
+  operands, places = operands_of(), places_of()
   mesh = array_axes.typed_mesh(*operands, *places)
   if mesh is not None:
     whole = lambda x: array_axes.reshard(x, mesh, jax.sharding.PartitionSpec())
     operands, places = jax.tree.map(whole, (operands, places))
   rest = dataclasses.replace(rest, depends=depends)
-  return terms.Custom(rest, (), _numbers(rest, (shape, dtype), operands, places))
+  return rest, _numbers(rest, (shape, dtype), operands, places)
+
+
+def of_predicate(function: Callable[..., jax.Array], operands: tuple[jax.Array, ...], shape: Shape,
+                 places: tuple[jax.Array, jax.Array],
+                 ) -> "tuple[Rest, tuple[jax.Array, ...]] | None":
+  """Returns a predicate without its look-ups, and their results; None: it has others, or none.
+
+  Args:
+    function: of a score that it ignores, the batch row, the head, the positions and the operands.
+    operands: given unchanged.
+    shape: (B, H, T, S) of the call.
+    places: the positions of queries and keys, [B or 1, 1, T or 1, S or 1].
+
+  Returns:
+    (the rest, for each of its `depends` int32 [B or 1, 1, T or 1, S or 1]).
+  """
+  shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+  rest = Rest(function, shapes, _ROW | _QUERY | _KEY)
+  return _done_before(rest, np.dtype(np.int32), lambda: operands, shape, lambda: places)
+
+
+def side_of(depends: int) -> str | None:
+  """Returns the side that a result of `of_predicate` has a number for each of, "query" or "key"."""
+  return "query" if depends & _QUERY else "key" if depends & _KEY else None
 
 
 def _places(mask: Mask, shape: Shape) -> tuple[jax.Array, jax.Array]:
@@ -111,8 +152,8 @@ class Rest:
   def __str__(self) -> str:
     return getattr(self.function, "__qualname__", str(self.function))
 
-  def __call__(self, score: jax.Array, row: Any, head: Any, query: Any, key: Any,
-               *numbers: jax.Array) -> jax.Array:
+  def __call__(self, score: jax.Array | jax.ShapeDtypeStruct, row: Any, head: Any, query: Any,
+               key: Any, *numbers: jax.Array) -> jax.Array:
     at: tuple[Any, ...] = (row, head, query, key)
     left = list(numbers)
     if not all(map(functools.partial(_fits, at), numbers, self.depends)):
@@ -309,7 +350,9 @@ def _depends_of_numbers(rest: Rest, dtype: np.dtype, settings: tuple) -> tuple[i
 
 
 def _encoded(x: jax.Array, dtype: np.dtype) -> list[jax.Array]:
-  """Returns one or two arrays of floats that `_decoded` makes the same array of."""
+  """Returns arrays of a dtype, float or int32, that `_decoded` makes the same array of."""
+  if dtype == np.int32:
+    return [_as_int32(x)]
   if x.dtype == np.int32:
     return [(x >> 16).astype(dtype), (x & 0xffff).astype(dtype)]
   is_small = x.dtype == np.bool_ or jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize <= 2
@@ -318,8 +361,24 @@ def _encoded(x: jax.Array, dtype: np.dtype) -> list[jax.Array]:
   raise _NotBefore
 
 
+def _as_int32(x: jax.Array) -> jax.Array:
+  """Returns an array of at most 32 bits as int32, floats by their bits."""
+  if x.dtype.itemsize > 4 or not (
+      x.dtype == np.bool_ or jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(
+          x.dtype, jnp.floating)):
+    raise _NotBefore
+  if jnp.issubdtype(x.dtype, jnp.floating):
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+  return x.astype(np.int32)
+
+
 def _decoded(left: list[jax.Array], dtype: np.dtype) -> jax.Array:
   """Returns the next array of `_encoded` arrays, which it takes out of the list."""
+  if left and left[0].dtype == np.int32:
+    number = left.pop(0)
+    if jnp.issubdtype(dtype, jnp.floating):
+      return lax.bitcast_convert_type(number, jnp.float32).astype(dtype)
+    return number != 0 if dtype == np.bool_ else number.astype(dtype)
   taken = 2 if dtype == np.int32 else 1
   if len(left) < taken:
     raise _NotBefore
@@ -330,9 +389,9 @@ def _decoded(left: list[jax.Array], dtype: np.dtype) -> jax.Array:
 
 
 def _cast(operands: Sequence[Any], dtype: np.dtype) -> tuple[Any, ...]:
-  """Returns the operands as a function gets them: floats in the dtype of the scores."""
+  """Returns the operands as a function of float scores gets them: floats in their dtype."""
   def cast(x: Any) -> Any:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    if not jnp.issubdtype(x.dtype, jnp.floating) or not jnp.issubdtype(dtype, jnp.floating):
       return x
     return jax.ShapeDtypeStruct(x.shape, dtype) if isinstance(
         x, jax.ShapeDtypeStruct) else x.astype(dtype)
