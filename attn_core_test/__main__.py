@@ -9,10 +9,10 @@ are divided into pieces, each of which runs every n-th test. Without patterns th
 of N parts of them. A module given by name runs whole, except for slow cases. `--short` leaves out
 what sampling.SHARDS lists, and of most other modules all but one test. `--again`, for a second run
 with other versions of Python and JAX, leaves out what they cannot change, and takes some tests in
-turns with other rotations. All processes share a
-cache of compiled programs, which is removed at the end. A piece prints one line when it is done,
-and its whole output if a test failed, else the lines that begin with MARK. The last line is
-`N passed, M failed, K skipped`; the exit status is 0 only if tests ran and none failed.
+turns with other rotations. All processes share a cache of compiled programs, which is removed at
+the end. A piece prints one line when it is done, and its whole output if a test failed, else the
+lines that begin with MARK. The last line is `N passed, M failed, K skipped`; the exit status is 0
+only if tests ran and none failed.
 """
 
 import argparse

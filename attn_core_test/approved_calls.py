@@ -133,6 +133,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "predicate": {"mask": masks.custom(lambda b, h, q, k, n: k < n[0], np.ones(1, np.int32))},
     "predicate by head": {"mask": masks.custom(lambda b, h, q, k, n: k < n[h],
                                                np.ones(H, np.int32))},
+    "predicate by pair": {"mask": masks.custom(lambda b, h, q, k, n: n[q, k],
+                                               np.ones((T, S), bool))},
     "bias": {"bias": shape(1, H, T, S)}, "init_bias": {"init_bias": lambda: np.ones((1, 1, T, S),
                                                                                     np.float32)},
     "sinks": {"softmax_aux": shape(H)}, "joint sinks": {"softmax_aux": shape(H, 2)},

@@ -124,6 +124,10 @@ class Case(NamedTuple):
     """Runs the kernel; returns (out, lse)."""
     return tuple(KERNEL.forward(operands, self.full_spec, self.blocks))
 
+  def decode(self, operands: Operands) -> tuple[Any, Any]:
+    """Runs the kernels that decode; returns (out, lse)."""
+    return tuple(decode.forward(operands, self.full_spec, self.blocks))
+
   @property
   def wrt(self) -> tuple[str, ...]:
     """Names of the operands that have gradients."""
@@ -640,9 +644,7 @@ def decoded() -> dict[str, Case]:
 @functools.cache
 def decode_programs() -> dict[str, tuple[Any, tuple]]:
   """Decoding: a kernel for splits and one that combines them, for `benchmark.static.gpu`."""
-  def program(case):
-    return lambda x: tuple(decode.forward(x, case.full_spec, case.blocks)), (case.shapes,)
-  return {name: program(case) for name, case in decoded().items()}
+  return {name: (case.decode, (case.shapes,)) for name, case in decoded().items()}
 
 
 def _paged_term(tokens: int) -> score_mods.ScoreMod:

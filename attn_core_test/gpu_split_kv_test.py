@@ -187,7 +187,7 @@ class InterpretTest(parameterized.TestCase):
     operands = operands._replace(key=operands.key.at[0, 200, 0, 3].set(-np.inf))
     heads = [h for h in range(case.H) if name == "plain" or (200 + h) % 3]
     out[0, :, heads] = lse[0, heads] = np.nan
-    found = interpret(lambda x: tuple(decode.forward(x, case.full_spec, case.blocks)), operands)
+    found = interpret(case.decode, operands)
     compare(found, (out, lse))
 
 

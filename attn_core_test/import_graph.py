@@ -27,6 +27,7 @@ BY_MODULE = (LIBRARY, f"{LIBRARY}/benchmark", f"{LIBRARY}/caches")
 LAYERS = (
     ("types",),
     ("array_axes",),
+    ("operations",),
     ("checks",),
     ("partials",),
     ("masks",),

@@ -1,16 +1,16 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Predicates of masks that look numbers up by row, query or key, and cases of kernels with them."""
+"""Predicates of masks that look numbers up by row, head, query or key, and cases of kernels."""
 
 import functools
 from typing import Any, Callable, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core import masks
 from attn_core.arguments import mask_lookups
-from attn_core.kernels.gpu.split_kv import decode as gpu_decode
 from attn_core_test import gpu_cases
 
 B, T, H = 2, 70, 2
@@ -22,6 +22,8 @@ TOKENS[1::3] = TOKENS[0] + 1  # which float32 cannot tell from the first token
 TIMES = np.random.default_rng(4).normal(size=(B, T)).astype(np.float32)
 TIMES[:, ::5] = np.nan
 WEIGHTS = np.random.default_rng(7).normal(size=(B, T)).astype(np.float32)
+ENDS = np.array([[3, 40], [T, 17]], np.int32)
+GATES = np.random.default_rng(6).normal(size=(H, T)).astype(np.float32)
 VALID = np.random.default_rng(5).random((B, T)) < 0.7
 
 
@@ -30,7 +32,7 @@ class Predicate(NamedTuple):
 
   function: Callable[..., Any]  # of NumPy's arrays too
   operands: tuple[np.ndarray, ...]
-  shapes: tuple[list, list, list]  # of the numbers of rows, queries and keys
+  shapes: tuple[list, list, list, list]  # of the numbers of rows, queries, keys and heads
 
   def mask(self, *operands: Any) -> masks.Mask:
     return masks.custom(self.function, *(operands or self.operands))
@@ -43,6 +45,10 @@ class Predicate(NamedTuple):
         key[:, None, None], *self.operands), (B, H, query.shape[1], key.shape[1]))
 
 
+def _tokens():
+  return jnp.asarray(TOKENS)
+
+
 def _same_kind_or_before(row, head, query, key, kinds):
   """Images see all of themselves, and everything sees what is before it."""
   image = (kinds[row, query] == 1) & (kinds[row, key] == 1)
@@ -52,30 +58,47 @@ def _same_kind_or_before(row, head, query, key, kinds):
 PREDICATES = {
     "documents": Predicate(
         lambda row, head, query, key, ids: ids[row, query] == ids[row, key], (IDS,),
-        ([], [(B, T)], [(B, T)])),
+        ([], [(B, T)], [(B, T)], [])),
     "documents_of_a_head": Predicate(
         lambda row, head, query, key, ids: (head == 1) | (ids[row, query] == ids[row, key]), (IDS,),
-        ([], [(B, T)], [(B, T)])),
+        ([], [(B, T)], [(B, T)], [])),
     "tokens": Predicate(
         lambda row, head, query, key, tokens: tokens[query] != tokens[key] + 1, (TOKENS,),
-        ([], [(1, T)], [(1, T)])),
+        ([], [(1, T)], [(1, T)], [])),
     "windows": Predicate(
         lambda row, head, query, key, sizes, most: (query - key <= sizes[row]) & (key < most),
-        (np.array([5, 30], np.int32), np.int32(60)), ([(B,)], [], [(1, T)])),
+        (np.array([5, 30], np.int32), np.int32(60)), ([(B,)], [], [(1, T)], [])),
     "times": Predicate(
         lambda row, head, query, key, times: ~(times[row, query] < times[row, key]), (TIMES,),
-        ([], [(B, T)], [(B, T)])),
+        ([], [(B, T)], [(B, T)], [])),
     "valid": Predicate(
         lambda row, head, query, key, valid: valid[row, key] | (query == key), (VALID,),
-        ([], [], [(B, T)])),
+        ([], [], [(B, T)], [])),
     "captured": Predicate(
         lambda row, head, query, key: jnp.asarray(VALID)[row, query] | (key < 9), (),
-        ([], [(B, T)], [])),
-    "kinds": Predicate(_same_kind_or_before, (KINDS,), ([], [(B, T)], [(B, T)])),
+        ([], [(B, T)], [], [])),
+    "captured_inside": Predicate(
+        jax.jit(lambda row, head, query, key: _tokens()[query] >= _tokens()[key]), (),
+        ([], [(1, T)], [(1, T)], [])),
+    "kinds": Predicate(_same_kind_or_before, (KINDS,), ([], [(B, T)], [(B, T)], [])),
     "sums": Predicate(
         lambda row, head, query, key, table: (table[query % 7] * table[row]).sum(-1) > key - query,
         (np.random.default_rng(6).normal(size=(7, 3)).astype(np.float32),),
-        ([], [(B, T)], [])),
+        ([], [(B, T)], [], [])),
+    "windows_of_heads": Predicate(
+        lambda row, head, query, key, sizes: query - key <= sizes[head],
+        (np.array([5, 30], np.int32),), ([], [], [], [(1, H, 1, 1)])),
+    "ends": Predicate(
+        lambda row, head, query, key, ends: key < ends[row, head], (ENDS,),
+        ([], [], [], [(B, H, 1, T)])),
+    "gates": Predicate(
+        lambda row, head, query, key, gates, ids: (gates[head, query] >= gates[head, key])
+        & (ids[row, query] == ids[row, key]), (GATES, IDS),
+        ([], [(B, T)], [(B, T)], [(1, H, T, 1), (1, H, 1, T)])),
+    "gates_of_rows": Predicate(
+        lambda row, head, query, key, gates: (gates[row, head, query] > 0) | (query - key < head),
+        (np.random.default_rng(8).normal(size=(B, H, T)).astype(np.float32),),
+        ([], [], [], [(B, H, T, 1)])),
 }
 
 
@@ -89,7 +112,8 @@ def gpu_decode_case() -> gpu_cases.Case:
   """Decoding from a dense cache of two queries a row, at the end of the tokens."""
   queries, slots = 2, T + 2
   times = np.pad(TIMES, ((0, 0), (0, slots - T)))
-  mask = masks.offset(masks.causal() & PREDICATES["times"].mask(times), T - queries)
+  seen = masks.causal() & PREDICATES["times"].mask(times) & PREDICATES["windows_of_heads"].mask()
+  mask = masks.offset(seen, T - queries)
   return gpu_cases.Case(mask_lookups.before(mask, (B, H, queries, slots)), B=B, T=queries, S=slots,
                         H=H, K=1)
 
@@ -99,5 +123,4 @@ def gpu_programs() -> dict[str, tuple[Any, tuple]]:
   """The forward and all kernels of the backward, for `benchmark.static.gpu`; and decoding."""
   found = gpu_cases.programs_of({name: gpu_case(name) for name in PREDICATES})
   case = gpu_decode_case()
-  decode = lambda x: tuple(gpu_decode.forward(x, case.full_spec, case.blocks))
-  return found | {"decode": (decode, (case.shapes,))}
+  return found | {"decode": (case.decode, (case.shapes,))}

@@ -19,11 +19,10 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 import numpy as np
 
-from attn_core import (BlockSizes, MaskInfo, OperationMetadata, attention, create_mesh, explain,
-                       masks)
+from attn_core import (BlockSizes, MaskInfo, OperationMetadata, RingConfig, attention, create_mesh,
+                       explain, masks)
 from attn_core.arguments import mask_lookups
 from attn_core.benchmark.static import gpu as static_gpu, profile
-from attn_core.kernels.gpu.split_kv import decode as gpu_decode
 from attn_core.masks import leaves, looked_up, mask as mask_lib, materialize
 from attn_core_test import gpu_cases, gpu_interpret, sampling, tpu_interpret
 from attn_core_test import mask_lookups as cases
@@ -80,15 +79,14 @@ class NumbersTest(parameterized.TestCase):
   def test_kernels_get_numbers_of_linear_size(self, name):
     found = mask_lookups.before(PREDICATES[name].mask(), (B, H, T, T))
     self.assertIsInstance(found, looked_up.LookedUp)
-    sides = found.rows, found.queries, found.keys
+    sides = found.rows, found.queries, found.keys, found.heads
     self.assertEqual(tuple([x.shape for x in side] for side in sides), PREDICATES[name].shapes)
     self.assertEqual({x.dtype for x in jax.tree.leaves(found)}, {np.dtype(np.int32)})
 
   @parameterized.parameters(
       (lambda row, head, query, key, x: x[query, key] > 0,),
       (lambda row, head, query, key, x: x[0, abs(query - key)] > x[0, key],),
-      (lambda row, head, query, key, x: query - key < x[0, head],),
-      (lambda row, head, query, key, x: x[head, query] > x[head, key],))
+      (lambda row, head, query, key, x: x[head, query] > x[query, key],))
   def test_leaves_others_as_they_are(self, predicate):
     mask = masks.custom(predicate, np.ones((T, T), np.float32))
     self.assertIs(mask_lookups.before(mask, (B, H, T, T)), mask)
@@ -126,7 +124,9 @@ class NumbersTest(parameterized.TestCase):
 
 class ValuesTest(parameterized.TestCase):
 
-  @parameterized.product(name=NAMES, mechanism=("vanilla", "blockwise"))
+  @parameterized.parameters(
+      *((x, "blockwise") for x in NAMES),
+      *((x, "vanilla") for x in sampling.names(NAMES, ("documents", "sums", "gates", "captured"))))
   def test_equals_an_array(self, name, mechanism):
     blocks = BLOCKS if mechanism == "blockwise" else None
     got = _run(name, _arrays(), mechanism=mechanism, block_sizes=blocks)
@@ -192,7 +192,8 @@ class ValuesTest(parameterized.TestCase):
 
 class MeshTest(parameterized.TestCase):
 
-  @parameterized.product(name=("documents", "windows"), kind=(AxisType.Auto, AxisType.Explicit))
+  @parameterized.product(name=("documents", "windows", "gates_of_rows"),
+                         kind=(AxisType.Auto, AxisType.Explicit))
   def test_sharded_equals_unsharded(self, name, kind):
     arrays = _arrays(key_heads=2)
     want = _defined(name, arrays)
@@ -206,18 +207,28 @@ class MeshTest(parameterized.TestCase):
           [place(x, P("dp", None, "tp")) for x in arrays], operands)
     _close(got, want)
 
-  @parameterized.parameters("documents", "tokens")
-  def test_rings_look_up_at_global_positions(self, name):
-    length = T - 2  # a multiple of the devices
+  @parameterized.parameters(
+      ("documents", "ring"), ("tokens", "ring"), ("windows_of_heads", "ring"), ("gates", "ring"),
+      ("gates", "ulysses"), ("gates_of_rows", "ulysses"))
+  def test_rings_look_up_at_global_positions(self, name, variant):
+    length, devices = T - 2, 4 if variant == "ring" else 2  # divide the tokens and the heads
     arrays, at = _arrays(length), np.arange(length)[None]
-    ring = OperationMetadata(mesh=create_mesh((1, 1, 1, 1, 4)))
-    _close(_run(name, arrays, mechanism="ring", metadata=ring),
+    metadata = OperationMetadata(mesh=create_mesh((4 // devices, 1, 1, 1, devices)),
+                                 ring=RingConfig(variant))
+    _close(_run(name, arrays, mechanism="ring", metadata=metadata),
            _defined(name, arrays, query=at, key=at))
+
+  def test_heads_of_several_devices(self):
+    """Looks up by the heads of all devices."""
+    arrays, at = _arrays(T - 2, key_heads=2), np.arange(T - 2)[None]
+    metadata = OperationMetadata(mesh=create_mesh((1, 1, 1, 2, 2)))
+    _close(_run("gates", arrays, mechanism="ring", metadata=metadata),
+           _defined("gates", arrays, query=at, key=at))
 
 
 class TpuTest(parameterized.TestCase):
 
-  @parameterized.named_parameters((x, x) for x in sampling.names(NAMES, ("documents", "times")))
+  @parameterized.named_parameters((x, x) for x in sampling.names(NAMES, ("times", "gates")))
   def test_value_and_gradients(self, name):
     with tpu_interpret.interpreted():
       got = jax.block_until_ready(_run(
@@ -227,7 +238,8 @@ class TpuTest(parameterized.TestCase):
 
   def test_in_a_ring(self):
     arrays, ids = _arrays(512), np.repeat(cases.IDS, 8, 1)[:, :512]
-    mask = lambda ids: masks.causal() & PREDICATES["documents"].mask(ids)
+    windows = PREDICATES["windows_of_heads"].mask(np.array([60, 300], np.int32))
+    mask = lambda ids: masks.causal() & PREDICATES["documents"].mask(ids) & windows
     metadata = OperationMetadata(platform="tpu", mesh=create_mesh((1, 1, 1, 1, 4)))
     with tpu_interpret.interpreted():
       got = jax.block_until_ready(_with_gradients(mask, mechanism="ring", metadata=metadata)(
@@ -238,15 +250,14 @@ class TpuTest(parameterized.TestCase):
 @gpu_interpret.interprets
 class GpuTest(parameterized.TestCase):
 
-  @parameterized.named_parameters((x, x) for x in sampling.names(NAMES, ("times",)))
+  @parameterized.named_parameters((x, x) for x in sampling.names(NAMES, ("gates",)))
   def test_value_and_gradients(self, name):
     gpu_cases.check_gradients(cases.gpu_case(name))
 
   def test_decoding(self):
     case = cases.gpu_decode_case()
     operands = case.operands()
-    found = gpu_interpret.interpret(
-        lambda x: tuple(gpu_decode.forward(x, case.full_spec, case.blocks)), operands)
+    found = gpu_interpret.interpret(case.decode, operands)
     for x, y, tolerance in zip(found, case.oracle(operands), (1e-2, 1e-5)):
       np.testing.assert_allclose(np.asarray(x, np.float32), y, rtol=0, atol=tolerance)
 
@@ -273,7 +284,7 @@ class ExplainTest(parameterized.TestCase):
 @unittest.skipIf(profile.missing(), f"nothing to compile with: {profile.missing()}")
 class TpuCompileTest(parameterized.TestCase):
 
-  @parameterized.named_parameters((x, x) for x in sampling.names(NAMES, ("times",)))
+  @parameterized.named_parameters((x, x) for x in sampling.names(NAMES, ("gates",)))
   def test_compiles(self, name):
     """Compiles forward and backward, without a chip."""
     place = SingleDeviceSharding(profile.devices("v6e")[0])
@@ -290,7 +301,7 @@ class TpuCompileTest(parameterized.TestCase):
 @unittest.skipIf(static_gpu.missing(), f"no compiler: {static_gpu.missing()}")
 class GpuCompileTest(parameterized.TestCase):
 
-  @parameterized.named_parameters((x, x) for x in sampling.names(NAMES, ("times",)))
+  @parameterized.named_parameters((x, x) for x in sampling.names(NAMES, ("gates",)))
   def test_compiles(self, name):
     """Compiles forward and backward to machine code for Hopper."""
     kernels = static_gpu.measure(

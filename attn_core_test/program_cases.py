@@ -15,7 +15,6 @@ import numpy as np
 
 from attn_core import (BlockSizes, MaskInfo, OperationMetadata, attention, create_mesh, masks,
                        table)
-from attn_core.kernels.gpu.split_kv import decode as gpu_decode
 from attn_core_test import decode_cases, gpu_cases, property_cases, ring_cases, tpu_cases
 
 
@@ -88,8 +87,7 @@ _SPLIT = decode_cases.Case((300, 0, 9), S=304, D=64, E=64, logits_soft_cap=1.5, 
 
 
 def _decoded(case: gpu_cases.Case) -> Program:
-  return Program(lambda x: tuple(gpu_decode.forward(x, case.full_spec, case.blocks)),
-                 (case.shapes,))
+  return Program(case.decode, (case.shapes,))
 
 
 def _residuals(case: gpu_cases.Case) -> tuple:

@@ -19,9 +19,10 @@ from jax.sharding import SingleDeviceSharding
 import numpy as np
 
 from attn_core import BlockSizes, OperationMetadata, attention, explain, score_mods
+from attn_core import operations
 from attn_core.benchmark.static import gpu as static_gpu, profile
 from attn_core.kernels.gpu.flash import score_forms
-from attn_core.score_mods import forms, operations
+from attn_core.score_mods import forms
 from attn_core_test import gpu_cases, gpu_interpret, sampling, score_mods_operations as cases
 from attn_core_test import tpu_interpret
 

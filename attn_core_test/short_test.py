@@ -189,14 +189,12 @@ class ProgramTest(parameterized.TestCase):
     self.assertEqual(found, [1, 1])
 
   def test_layers_share_one_trace(self):
-    traced = []
-    def visible(batch, head, query, key):
-      traced.append(1)
-      return (query >= key) & (batch >= 0) & (head >= 0)
-    mask = masks.custom(visible)
     def traces(number):
-      traced.clear()
-      attend = ours("flash_attn2", causal=False, mask=mask)
+      traced = []
+      def visible(batch, head, query, key):
+        traced.append(1)
+        return (query >= key) & (batch >= 0) & (head >= 0)
+      attend = ours("flash_attn2", causal=False, mask=masks.custom(visible))
       jax.jit(layers(attend, number)).lower(*shapes(1, 16, 2, 8))
       return len(traced)
     self.assertEqual(traces(12), traces(2))

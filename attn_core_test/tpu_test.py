@@ -357,7 +357,7 @@ class RefusalTest(parameterized.TestCase):
     self.refusal(NotImplementedError, "float16.*not supported.*blockwise", jnp.float16)
 
   def test_predicates_with_arrays(self):
-    mask = masks.custom(lambda b, h, q, k, table: table[h] <= k, np.zeros(2, np.int32))
+    mask = masks.custom(lambda b, h, q, k, table: table[q, k] <= h, np.zeros((256, 256), np.int32))
     self.refusal(NotImplementedError, "masks.custom that reads arrays.*blockwise", mask=mask)
 
   def test_blocks_that_are_not_tiles(self):

@@ -33,7 +33,7 @@ FEATURES = {
     "segments": "segment ids, packed sequences",
     "positions": "positions or an offset of the queries",
     "mask": "a boolean mask or any mask of the algebra",
-    "mask_operands": "a custom mask that looks numbers up by the head or by both positions",
+    "mask_operands": "a custom mask that looks numbers up by both positions",
     "selected": "a mask by indices of blocks or keys",
     "bias": "a bias, with its gradient",
     "score_mod": "a score mod, with the gradients of its arrays",

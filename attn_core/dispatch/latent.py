@@ -106,7 +106,8 @@ def projected_limits(request: "Request") -> str | None:
     return "absorbed queries: only queries of heads, with key_up and value_up, are projected"
   for node in mask_lib.nodes(mask_lib.of_structure(request.mask)):
     if isinstance(node, (leaves.Dense, leaves.Custom, looked_up.LookedUp)):
-      return f"a mask of kind {type(node).__name__}, which may differ between heads"
+      kind = "Dense" if isinstance(node, leaves.Dense) else "Custom"  # as the caller made it
+      return f"a mask of kind {kind}, which may differ between heads"
   work = flops(widths, *request.lengths, request.query.shape[2])
   if work.absorbed <= work.projected:
     return (f"{work.projected:.3g} FLOPs a row of the batch for {request.lengths[0]} queries and "

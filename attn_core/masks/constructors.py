@@ -286,11 +286,12 @@ def dense(array: ArrayLike) -> Mask:
 def custom(predicate: Callable[..., ArrayLike], *operands: ArrayLike) -> Mask:
   """A predicate of `(batch, head, query position, key position, *operands)`.
 
-  What it looks up by the batch row and at most one position, such as both sides of
-  `ids[batch, query] == ids[batch, key]`, is computed once before the kernels for TPUs and GPUs.
-  They leave predicates that look numbers up by the head or by both positions to plain XLA. Blocks
-  of hidden keys are skipped where other masks hide them, such as `causal()`; `segments` skips those
-  of other documents.
+  What it looks up by the batch row, the head and at most one position, such as `windows[head]` or
+  both sides of `ids[batch, query] == ids[batch, key]`, is computed once before the kernels for TPUs
+  and GPUs. They leave predicates that look numbers up by both positions to plain XLA.
+
+  Blocks that a predicate hides are skipped, and blocks that it shows are computed without it, where
+  comparisons and arithmetic of integers say so for the smallest and the largest number of a block.
 
   >>> from attn_core import masks
   >>> def even_distance(batch, head, query, key): return (query - key) % 2 == 0

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.masks import intervals
 from attn_core.masks.mask import (BATCH, DENSE, KEY, QUERY, WHOLE, Array, Booleans, Bounds,
                                   Coordinates, Grid, Integers, Interval, Mask, NumpyModule)
 from attn_core.masks.values import value_dataclass
@@ -195,8 +196,7 @@ class Custom(Mask):
     return visible
 
   def bounds(self, grid: Grid) -> Bounds:
-    everything = grid.xp.ones((1, 1, 1, 1), bool)
-    return everything, ~everything
+    return intervals.bounds(self.predicate, grid, self.operands, [None] * len(self.operands))
 
 
 @value_dataclass

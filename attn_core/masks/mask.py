@@ -38,7 +38,7 @@ NumpyModule = Any  # numpy on the host, jax.numpy inside jit
 QUERY = "query"  # [B or 1, T]: one number per query row
 KEY = "key"  # [B or 1, S]: one number per key column
 BATCH = "batch"  # [B or 1]: one number per batch row
-DENSE = "dense"  # [B or 1, H or 1, T or 1, S or 1]
+DENSE = "dense"  # [B or 1, H or 1, T or 1, S or 1]: bool, or int32 as in `looked_up`
 WHOLE = "whole"  # never sliced: operands of a custom predicate, lists of selected blocks
 
 

@@ -6,7 +6,7 @@ import math
 
 import jax
 
-from attn_core.masks import constructors, leaves, mask as mask_lib
+from attn_core.masks import constructors, distances, leaves, looked_up, mask as mask_lib
 
 NARROW = 2048  # tokens
 
@@ -31,6 +31,10 @@ def bounds(mask: mask_lib.Mask) -> tuple[float, float]:
       return -size, size
     case leaves.Segments():
       return 0, 0
+    case leaves.Custom(predicate, ()):
+      return distances.bounds(predicate, ())
+    case looked_up.LookedUp(predicate):
+      return distances.bounds(predicate, mask.numbers)
     case leaves.Offset(inner) | leaves.Positions(mask=inner) | leaves.Placed(mask=inner):
       return bounds(inner)
     case mask_lib.And(left, right):

@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 import jax.numpy as jnp
 
-from attn_core.score_mods import operations
+from attn_core import operations
 
 # Operation -> its form: of its operands and, for `integer_pow`, of the exponent y.
 Forms: TypeAlias = Mapping[str, Callable[..., jax.Array]]

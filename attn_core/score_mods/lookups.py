@@ -20,17 +20,15 @@ from jax.typing import DTypeLike
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import array_axes
+from attn_core import array_axes, operations
 from attn_core.masks.mask import Mask
 from attn_core.masks.materialize import Shape
-from attn_core.score_mods import evaluate, operations, terms
+from attn_core.score_mods import evaluate, terms
 from attn_core.score_mods.score_mod import Composed, ScoreMod
 from attn_core.types import MaskOperands, at_least_float32
 
 # What a value depends on: bits of a set.
 _ROW, _HEAD, _QUERY, _KEY, _SCORE = 1, 2, 4, 8, 16
-# Settings of JAX that decide what a function is traced to.
-_SETTINGS = "jax_enable_x64", "jax_numpy_rank_promotion", "jax_numpy_dtype_promotion"
 _NO_POSITIONS = np.zeros((1, 1, 1, 1), np.int32)
 
 
@@ -63,13 +61,12 @@ def _done_before(rest: "Rest", dtype: np.dtype, operands_of: Callable[[], tuple[
 
   Args:
     rest: the function, of which it is not known on what its look-ups depend.
-    dtype: of the scores.
+    dtype: of the scores and of the results; int32: there are no scores, see `of_predicate`.
     operands_of: returns the operands.
     shape: (B, H, T, S) of the call.
     places_of: returns the positions of queries and keys, [B or 1, 1, T or 1, S or 1].
   """
-  settings = tuple(getattr(jax.config, name) for name in _SETTINGS)
-  depends = _depends_of_numbers(rest, dtype, settings)
+  depends = _depends_of_numbers(rest, dtype, operations.settings())
   if not depends:
     return None
   operands, places = operands_of(), places_of()
@@ -93,15 +90,20 @@ def of_predicate(function: Callable[..., jax.Array], operands: tuple[jax.Array, 
     places: the positions of queries and keys, [B or 1, 1, T or 1, S or 1].
 
   Returns:
-    (the rest, for each of its `depends` int32 [B or 1, 1, T or 1, S or 1]).
+    (the rest, for each of its `depends` int32 [B or 1, H or 1, T or 1, S or 1]).
   """
   shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
-  rest = Rest(function, shapes, _ROW | _QUERY | _KEY)
+  rest = Rest(function, shapes, _ROW | _HEAD | _QUERY | _KEY)
   return _done_before(rest, np.dtype(np.int32), lambda: operands, shape, lambda: places)
 
 
 def side_of(depends: int) -> str | None:
-  """Returns the side that a result of `of_predicate` has a number for each of, "query" or "key"."""
+  """Returns of what a result of `of_predicate` has numbers: "query", "key", "head"; None: of a row.
+
+  Those of a head may be of its queries or keys.
+  """
+  if depends & _HEAD:
+    return "head"
   return "query" if depends & _QUERY else "key" if depends & _KEY else None
 
 
@@ -325,7 +327,7 @@ def _depends_of_numbers(rest: Rest, dtype: np.dtype, settings: tuple) -> tuple[i
   Args:
     rest: the function.
     dtype: of the scores.
-    settings: the values of _SETTINGS.
+    settings: those of `operations.settings`.
   """
   del settings  # which count where the function is traced
   score = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)

@@ -15,9 +15,10 @@ from jax.extend.core import Jaxpr, JaxprEqn
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core import operations
 from attn_core.masks import leaves as mask_leaves, mask as mask_lib, position_range
 from attn_core.masks.materialize import Shape
-from attn_core.score_mods import leaves, operations
+from attn_core.score_mods import leaves
 from attn_core.score_mods.score_mod import ScoreMod, chain
 from attn_core.types import are_known
 

@@ -17,8 +17,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 import jax.numpy as jnp
 
+from attn_core import operations
 from attn_core.kernels.xla import cpu_math
-from attn_core.score_mods import operations
 from attn_core.types import are_known
 
 _SMALL = 2**14  # numbers from which on a sum is rewritten

@@ -14,11 +14,12 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core import operations
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash import score_forms
 from attn_core.masks import block_map, mask as mask_lib
 from attn_core.masks.values import value_dataclass
-from attn_core.score_mods import evaluate, forms, operations, score_mod, tables, terms
+from attn_core.score_mods import evaluate, forms, score_mod, tables, terms
 from attn_core.score_mods.score_mod import ScoreMod, ScoreTile
 from attn_core.types import AttentionSpec, PagedSpec
 

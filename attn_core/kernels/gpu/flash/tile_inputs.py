@@ -28,7 +28,7 @@ from attn_core.types import AttentionSpec, Operands
 class TileInputs(NamedTuple):
   """The arrays, or a kernel's references to them; None: not needed."""
 
-  mask: tuple[Any, ...]  # leaves of the mask, padded to whole blocks; dense ones as int8
+  mask: tuple[Any, ...]  # leaves of the mask, padded to whole blocks; those of bool as int8
   batch_index: Any  # int32 [B]
   head_offset: Any  # int32 [B or 1]
   bias: Any  # [B or 1, H or 1, T or 1, S or 1], padded to whole blocks
@@ -57,7 +57,7 @@ class TileInputLoader(NamedTuple):
     mask = tile_lib.pad_mask(self.spec.mask, operands.mask, rows, columns)
     turn = lambda x: x.swapaxes(2, 3) if self.transposed else x
     leaves = tuple(
-        turn(x.astype(jnp.int8)) if role == mask_lib.DENSE else x
+        turn(x.astype(jnp.int8) if x.dtype == bool else x) if role == mask_lib.DENSE else x
         for x, role in zip(mask.arrays, mask_lib.structure_roles(self.spec.mask)))
     bias = operands.bias
     if bias is not None:
@@ -161,7 +161,8 @@ class TileInputLoader(NamedTuple):
   def _leaf(self, ref: Ref, role: str, tile: tile_lib.Tile) -> jax.Array:
     """Returns a leaf of the mask for a tile."""
     if role == mask_lib.DENSE:
-      return load_pairs(ref, tile, self.transposed).astype(jnp.int32) != 0
+      found = load_pairs(ref, tile, self.transposed)
+      return found.astype(jnp.int32) != 0 if ref.dtype == jnp.int8 else found
     row = _row(ref, 0, tile.batch)
     if role == mask_lib.BATCH or ref.shape[1] == 1:
       return ref[row] if role == mask_lib.BATCH else ref[row, 0]

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks and dropout in a tile of a TPU kernel, [keys, queries]: which pairs count."""
 
+import functools
 from typing import Any, Callable, NamedTuple
 
 import jax
@@ -31,9 +32,7 @@ class MaskReader(NamedTuple):
     """Returns the mask with the tile's part of its arrays, and the coordinates of the tile."""
     tiling, shape = self.tiling, tile.shape
     broadcast = lambda x: jnp.broadcast_to(x, shape) if getattr(x, "ndim", 0) else x
-    found = [read(refs, tile) for read in self.readers]
-    arrays = [broadcast(x.astype(jnp.int32) != 0) if role == mask_lib.DENSE else broadcast(x)
-              for x, role in zip(found, mask_lib.structure_roles(self.structure))]
+    arrays = [broadcast(read(refs, tile)) for read in self.readers]
     key = lax.broadcasted_iota(jnp.int32, shape, 0) + (
         tile.grid.key_block * tiling.block_kv + tile.keys.start)
     query = lax.broadcasted_iota(jnp.int32, shape, 1) + (
@@ -59,15 +58,23 @@ class MaskReader(NamedTuple):
 def mask_reader(inputs: TileInputs, operands: Operands, structure: Any,
                 lists: tuple[Reader, ...]) -> MaskReader:
   """Adds the arrays of a mask to the inputs of a kernel; see `MaskReader.lists`."""
-  add = {mask_lib.QUERY: inputs.add_per_query, mask_lib.KEY: inputs.add_per_key,
-         mask_lib.BATCH: inputs.add_per_batch,
-         mask_lib.DENSE: lambda x: inputs.add_per_pair(x.astype(jnp.int8))}
+  add: dict[str, Callable[[jax.Array], Reader]] = {
+      mask_lib.QUERY: inputs.add_per_query, mask_lib.KEY: inputs.add_per_key,
+      mask_lib.BATCH: inputs.add_per_batch, mask_lib.DENSE: functools.partial(_add_dense, inputs)}
   mask = operands.mask
   readers = tuple(add[role](x) for x, role in zip(
       mask.arrays, mask_lib.structure_roles(structure)))
   optional = lambda x: None if x is None else inputs.add_per_batch(x)
   return MaskReader(structure, readers, optional(mask.batch_index), optional(mask.head_offset),
                     inputs.tiling, lists)
+
+
+def _add_dense(inputs: TileInputs, x: jax.Array) -> Reader:
+  """Adds bool or int32 [B or 1, H or 1, T or 1, S or 1]; see `TileInputs.add_per_pair`."""
+  if x.dtype != bool:
+    return inputs.add_per_pair(x)
+  read = inputs.add_per_pair(x.astype(jnp.int8))
+  return lambda refs, tile: read(refs, tile).astype(jnp.int32) != 0
 
 
 class DropoutReader(NamedTuple):

@@ -324,7 +324,7 @@ def needed_vmem(tiling: Tiling, operands: Operands, backward: bool) -> int:
   blocks = (rows + keys) * both * itemsize
   pairs = sum((tiling.query_heads if x.shape[1] > 1 else 1) * size
               * tiling.block_q * tiling.block_kv for x, size in _per_pair(operands))
-  # At most a bit for each pair, of lists of blocks.
+  # At most a bit for each pair, of lists of blocks; numbers of predicates take less.
   pairs += sum(tiling.block_q * tiling.block_kv // 8 for x in operands.mask.arrays
                if x.ndim == 4 and x.dtype != bool)
   sums = rows * value_width * state_buffers(operands)
@@ -367,7 +367,7 @@ def _per_pair(operands: Operands) -> Iterator[tuple[jax.Array, int]]:
 
 
 def _is_dense(x: jax.Array) -> bool:
-  """Whether an array of a mask is a dense one; others with four axes are lists of blocks."""
+  """Whether an array of a mask is a dense one; others with four axes are lists, or numbers."""
   return x.ndim == 4 and x.dtype == bool
 
 

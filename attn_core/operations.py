@@ -24,6 +24,12 @@ class Walk(NamedTuple, Generic[Value]):
 _EVERY_CALL: Any = Walk()
 
 
+def settings() -> tuple:
+  """Returns the settings of JAX that decide what a function is traced to."""
+  names = "jax_enable_x64", "jax_numpy_rank_promotion", "jax_numpy_dtype_promotion"
+  return tuple(getattr(jax.config, name) for name in names)
+
+
 def inner(equation: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
   """Returns the function that an equation calls, as a jaxpr; None: it calls none."""
   if equation.primitive.name not in _CALLS:
@@ -48,7 +54,7 @@ def bind_whole(equation: JaxprEqn, jaxpr: Jaxpr, given: list[jax.Array]) -> list
   return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*known.values())
 
 
-def evaluate(jaxpr: Jaxpr, consts: Sequence[jax.Array], arguments: Sequence[Value],
+def evaluate(jaxpr: Jaxpr, consts: Sequence[object], arguments: Sequence[Value],
              apply: Bind[Value], walk: Walk[Value] = _EVERY_CALL) -> list[Value]:
   """Returns the results of a function, by `apply` for each operation that is not entered.
 
