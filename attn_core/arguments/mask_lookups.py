@@ -16,7 +16,6 @@ from attn_core.masks.mask import Coordinates, Mask
 from attn_core.score_mods import lookups
 from attn_core.types import MaskOperands
 
-
 _SIDES = None, "query", "key", "head"  # see `lookups.side_of`; the fields of `LookedUp`
 
 

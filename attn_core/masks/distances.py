@@ -13,7 +13,6 @@ from typing import Any, Callable, NamedTuple
 from jax.extend.core import JaxprEqn
 import numpy as np
 
-from attn_core import operations
 from attn_core.masks import intervals
 from attn_core.masks.mask import Booleans
 
@@ -55,13 +54,8 @@ def bounds(predicate: Callable[..., Booleans], numbers: object) -> Range:
   Args:
     predicate, numbers: as in `intervals.bounds`.
   """
-  jaxpr, count = intervals.traced(predicate, numbers)
-  if jaxpr is None:
-    return _ALL
-  given: list[_Value] = [None, None, _Sum(1, 0, 0), _Sum(0, 1, 0), *[None] * count]
-  found, = operations.evaluate(
-      jaxpr, [None] * len(jaxpr.constvars), given, _apply,
-      operations.Walk(literal=_literal, captured=lambda _: None))
+  given: list[_Value] = [None, None, _Sum(1, 0, 0), _Sum(0, 1, 0)]
+  found = intervals.evaluate(predicate, numbers, given, _apply, _literal)
   return found.true if isinstance(found, _Seen) else _ALL
 
 

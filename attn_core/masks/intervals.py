@@ -10,7 +10,7 @@ be. An operation without a rule may give any number of its type, so what is know
 
 import functools
 import operator
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Sequence, TypeVar
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -21,50 +21,56 @@ from attn_core import operations
 from attn_core.masks.mask import Booleans, Bounds, Grid, Interval, NumpyModule
 
 _INT32 = np.iinfo(np.int32)
+Value = TypeVar("Value")
 
 
 def bounds(predicate: Callable[..., Booleans], grid: Grid, numbers: object,
-           ranges: Sequence[Interval | None]) -> Bounds:
+           ranges: Sequence[Interval]) -> Bounds:
   """Returns `Mask.bounds` of a predicate.
 
   Args:
     predicate: of a batch row, a head, the positions and `numbers`; elementwise.
     grid: the blocks.
     numbers: a tuple of trees of shapes, its other arguments.
-    ranges: intervals of the numbers of a block, for each shape in order; None: any number.
+    ranges: intervals of the numbers of a block, for each shape in order; (): any numbers.
   """
-  jaxpr, _ = traced(predicate, numbers)
   xp = grid.xp
   everything = xp.ones((1, 1, 1, 1), bool)
-  if jaxpr is None:
-    return everything, ~everything
   index = Interval(*(xp.full((1, 1, 1, 1), x, np.int32) for x in (0, _INT32.max)))
-  given = [index, index, grid.query_position, grid.key_position, *ranges]
-  # Arrays that are captured may be any numbers, too.
-  found, = operations.evaluate(
-      jaxpr, [None] * len(jaxpr.constvars), given,
-      functools.partial(_apply, xp),
-      operations.Walk(literal=functools.partial(_literal, xp), captured=lambda _: None))
+  given: list[Interval | None] = [index, index, grid.query_position, grid.key_position, *ranges]
+  found = evaluate(
+      predicate, numbers, given, functools.partial(_apply, xp), functools.partial(_literal, xp))
   return (everything, ~everything) if found is None else (found.high, found.low)
 
 
-def traced(predicate: Callable[..., Booleans], numbers: object) -> tuple[Jaxpr | None, int]:
-  """Returns a predicate of single pairs, and how many numbers it takes with the indices.
+def evaluate(predicate: Callable[..., Booleans], numbers: object, given: list[Value],
+             apply: operations.Bind[Value], literal: Callable[[object], Value]) -> Value | None:
+  """Returns the result of a predicate of single pairs, in another arithmetic; None: anything.
 
-  None in place of the predicate: it is not one, or does more than return a boolean.
+  So it is where the predicate takes no single pairs, or does more than return a boolean.
 
   Args:
     predicate, numbers: as in `bounds`.
+    given: values of its first arguments; others, and arrays that it captures, may be any numbers.
+    apply: see `operations.evaluate`.
+    literal: returns the value of a constant.
   """
   leaves, structure = jax.tree.flatten(numbers)
   shapes = tuple((x.shape, x.dtype) for x in leaves)
-  return _traced(predicate, structure, shapes, operations.settings()), len(shapes)
+  jaxpr = _traced(predicate, structure, shapes, operations.settings())
+  if jaxpr is None:
+    return None
+  others: list[Any] = [None] * (len(jaxpr.invars) - len(given))
+  captured: Callable[[Any], Any] = lambda _: None
+  found, = operations.evaluate(jaxpr, [None] * len(jaxpr.constvars), [*given, *others], apply,
+                               operations.Walk(literal=literal, captured=captured))
+  return found
 
 
 @functools.lru_cache(maxsize=256)  # predicates are traced, and each block map asks
 def _traced(predicate: Callable[..., Booleans], structure: jax.tree_util.PyTreeDef,
             shapes: tuple[tuple[tuple[int, ...], Any], ...], settings: tuple) -> Jaxpr | None:
-  """Returns the predicate of `traced`, with the settings of JAX that it is traced by."""
+  """Returns a predicate of single pairs, as JAX traces it with some settings; see `evaluate`."""
   del settings  # which count where the predicate is traced
   index = jax.ShapeDtypeStruct((), np.int32)
   numbers = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in shapes])

@@ -196,7 +196,7 @@ class Custom(Mask):
     return visible
 
   def bounds(self, grid: Grid) -> Bounds:
-    return intervals.bounds(self.predicate, grid, self.operands, [None] * len(self.operands))
+    return intervals.bounds(self.predicate, grid, self.operands, ())
 
 
 @value_dataclass
