@@ -367,10 +367,10 @@ def _run(a: AttentionArguments) -> AttentionOutput:
   if a.policy is not None:
     policy = remat.checkpoint_policy(a.policy) if isinstance(a.policy, str) else a.policy
     run = jax.checkpoint(run, policy=policy, prevent_cse=a.prevent_cse)
-  output = outputs.empty(normal.call) if outputs.is_empty(normal.call) else run(
-      normal.call.operands)
+  operands = outputs.with_rows(normal.call, normal.step, static.implementation, static.call)
+  output = outputs.empty(normal.call) if outputs.is_empty(normal.call) else run(operands)
   if normal.step is not None:
-    output = outputs.with_cache(output, normal.step)
+    output = outputs.with_cache(output, normal.step, outputs.writes_nan(normal.call, operands))
   output = outputs.to_layout(output, a.layout, normal.dtype)
   return output if batch is None else batch.unfold(output)
 

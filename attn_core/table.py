@@ -41,8 +41,8 @@ _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "windo
                      "stored_heads"}) | _MODS
 # Features that kernels over pages, and the decode kernel for TPUs, lack.
 _NOT_ON_HOPPER = frozenset({"float64", "precision", "softmax_dtype", "draft_mask", "scope",
-                            "prefixes", "int4"})
-_NOT_ON_TPU = _NOT_ON_HOPPER - {"draft_mask", "scope", "prefixes"} | {"float16"}
+                            "int4"})
+_NOT_ON_TPU = _NOT_ON_HOPPER - {"draft_mask", "scope"} | {"float16"}
 
 _Run = Callable[[Call], AttentionOutput]
 
@@ -57,8 +57,7 @@ _flash = Implementation(flash.xla, _BLOCKWISE | _MODS, LINEAR, takes_symbols=Tru
 _flash_tpu = Implementation(flash.tpu, _TPU | _MODS, LINEAR, capabilities.tpu_flash_limits,
                             derivatives=Rows(added=_flash.name, tangent=_flash.name))
 _flash_hopper = Implementation(flash.gpu, _HOPPER | _MODS, LINEAR, capabilities.hopper_flash_limits,
-                               derivatives=Rows(added=_flash.name, tangent=_flash.name,
-                                                added_for=("score_mods.by_distance",)))
+                               derivatives=Rows(tangent=_flash.name))
 _flash_gpu = _cudnn._replace(limits=capabilities.cudnn_gradient_limits, fallback=_flash)
 
 
@@ -87,7 +86,7 @@ _decode_hopper = Implementation(
     derivatives=_decode.derivatives)
 _decode_tpu = Implementation(
     decode.tpu, _DECODE - _NOT_ON_TPU | _MODS, LINEAR, capabilities.tpu_decode_limits,
-    fallback=_decode, shards_keys=True, derivatives=_decode.derivatives)
+    fallback=_decode, shards_keys=True, reads_rows=True, derivatives=_decode.derivatives)
 
 _OVER_PAGES = Rows(reverses_twice=False)  # the backward loops over the tokens of each request
 
@@ -139,7 +138,7 @@ _latent_tpu = Implementation(
 _latent_tpu = Implementation(
     latent.decode_tpu, _DECODE - _NOT_ON_TPU | {"latent"}, LINEAR,
     latent_limits.tpu_decode_limits(capabilities.tpu_limits), fallback=_latent_tpu,
-    shards_keys=True, derivatives=_absorbed_gradient)
+    shards_keys=True, reads_rows=True, derivatives=_absorbed_gradient)
 _latent_hopper = Implementation(
     latent.projected_gpu, _HOPPER - {"bias", "dropout", "selected"} | {"latent", "quantized"},
     LINEAR, latent_limits.projected_hopper_limits, fallback=_latent,

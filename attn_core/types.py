@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # for annotations only: these modules import this one
   from attn_core.caches.paged.latent_layout import PagesLatent
   from attn_core.caches.paged.layouts import Pages, PagesMetadata, PagesV3
   from attn_core.caches.paged.page_stripes import Stripe
+  from attn_core.caches.slots import CacheRows
   from attn_core.caches.window import WindowCache
   from attn_core.sharding.placement import Placement
 
@@ -131,16 +132,15 @@ class LatentOptions(NamedTuple):
 
 
 class MaskOperands(NamedTuple):
-  """Arrays of a mask, and the global numbers of these batch rows and heads.
+  """Arrays of a mask, and the global numbers of the batch rows and heads of a shard.
 
-  A kernel that computes one shard, or a batch with a mapped axis folded into it, reads the global
-  batch row and head numbers here; custom predicates and the dropout mask are functions of the
-  global numbers.
+  Custom predicates and the dropout mask are functions of the global numbers.
   """
 
   arrays: tuple[Array, ...] = ()  # the leaves of the mask, in tree order
   batch_index: Array | None = None  # int32 [B]: global batch row; None: 0..B-1
   head_offset: Array | None = None  # int32 [B or 1]: global number of head 0; None: 0
+  rows: "CacheRows | None" = None  # of a dense cache, for implementations that read them
 
 
 class Operands(NamedTuple):

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import BlockSizes, masks
+from attn_core import BlockSizes, masks, score_mods
 from attn_core.kernels.common.backward import compute_delta
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash import backward, kernel as gpu_flash, tiling
@@ -76,7 +76,7 @@ class InterpretTest(parameterized.TestCase):
     self.compare(found, {"bias": expected["bias"]}, case.dtype)
 
   @parameterized.named_parameters(
-      (name, name) for name in sampling.names(MODS_AND_LISTS, ("every_kind",)))
+      (name, name) for name in sampling.names(MODS_AND_LISTS, ("every_kind", "by_distance")))
   def test_score_mods_and_lists(self, name):
     case = MODS_AND_LISTS[name]
     operands = case.operands()
@@ -164,9 +164,19 @@ class LowerTest(parameterized.TestCase):
   def test_biases_for_cuda(self, name):
     self.assertEqual(gpu_faults.check(*gpu_cases.bias_programs()[name]), 1)
 
+  @parameterized.named_parameters((name, name) for name in gpu_cases.table_programs())
+  def test_tables_for_cuda(self, name):
+    self.assertEqual(gpu_faults.check(*gpu_cases.table_programs()[name]), 1)
+
   @parameterized.parameters((1, 4096), (4096, 1), (1, 1))
   def test_a_shared_bias_takes_linear_memory(self, *shape):
-    case = Case(T=4096, extras={"bias": ((1, 1, *shape), "float32")})
+    self.check_is_linear(Case(T=4096, extras={"bias": ((1, 1, *shape), "float32")}))
+
+  def test_a_table_takes_linear_memory(self):
+    mod = score_mods.by_distance(np.zeros((8192, 1), np.float32), -4096)
+    self.check_is_linear(Case(T=4096, mod=mod))
+
+  def check_is_linear(self, case):
     residuals = case.residual_shapes
     jaxpr = jax.make_jaxpr(case.backward)(case.shapes, residuals, residuals)
     sizes = [x.aval.size for x in _results(jaxpr.jaxpr)]
@@ -217,7 +227,8 @@ class RefusalTest(parameterized.TestCase):
 
 
 class CompileTest(gpu_machine_code.CompileTestCase):
-  programs = {"backward_programs": None, "bias_programs": None, "constant_copy_programs": None}
+  programs = {"backward_programs": None, "bias_programs": None, "table_programs": None,
+              "constant_copy_programs": None, "crowded_programs": None}
 
   @parameterized.named_parameters((name, name) for name in gpu_cases.compiled_backward())
   def test_machine_code(self, name):
@@ -230,6 +241,12 @@ class CompileTest(gpu_machine_code.CompileTestCase):
         self.check(kernel, gpu_machine_code.FLASH_REGISTERS, tiling.shared_memory_backward(cut))
         self.assertEqual(sorted(loop["products"] for loop in kernel.loops), self.products(cut))
 
+  @parameterized.named_parameters((name, name) for name in gpu_cases.crowded())
+  def test_crowded_machine_code(self, name):
+    self.assertLen(self.kernels[name], 2)
+    for kernel in self.kernels[name]:
+      self.check(kernel, gpu_machine_code.FLASH_REGISTERS, mosaic.SHARED_MEMORY_BYTES)
+
   @parameterized.named_parameters((name, name) for name in gpu_cases.bias_programs())
   def test_machine_code_of_biases(self, name):
     kernel, = self.kernels[name]
@@ -237,6 +254,16 @@ class CompileTest(gpu_machine_code.CompileTestCase):
     cut = tiling.make_bias_tilings(Case(D=width).shapes)[name.endswith("keys")]
     self.check(kernel, gpu_machine_code.FLASH_REGISTERS, tiling.shared_memory_bias(cut))
     self.assertEqual([loop["products"] for loop in kernel.loops], [2 * width // 16])
+
+  @parameterized.named_parameters((name, name) for name in gpu_cases.table_programs())
+  def test_machine_code_of_tables(self, name):
+    kernel, = self.kernels[name]
+    width = int(name.split("_")[-1])
+    cut = tiling.make_bias_tilings(Case(D=width).shapes).query
+    self.check(kernel, gpu_machine_code.FLASH_REGISTERS, tiling.shared_memory_bias(cut))
+    self.assertEqual([loop["products"] for loop in kernel.loops], [2 * width // 16])
+    # Queries and d_out of two warpgroups, keys and values: no copy apart from its loop.
+    self.assertEqual(kernel.counts["copies"], 6)
 
   def test_no_copy_apart_from_its_loop(self):
     """CUDA's assembler 13.0 to 13.3 lost coordinates of others: a wrong d_query, or a fault."""

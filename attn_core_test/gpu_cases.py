@@ -341,6 +341,10 @@ MODS = {
     "by_distance": _MODDED._replace(
         mod=score_mods.by_distance(_normal(30, 2), -9) >> score_mods.soft_cap(3.0)
         >> score_mods.relative(_normal(8, 1), max_distance=40)),
+    # Rows past the queries have distances that no pair has.
+    "tables_of_nan_where_nothing_is": Case(T=130, mod=score_mods.by_distance(
+        np.where(np.arange(521) < 130, np.nan, 0.01 * np.arange(521)).astype(np.float32)[:, None],
+        -260)),
     "dense": _MODDED._replace(
         D=96, dtype="float16",
         mod=score_mods.dense(_normal(1, 2, 70, 130)) >> score_mods.soft_cap(3.0)),
@@ -348,11 +352,17 @@ MODS = {
         mod=score_mods.dense(jnp.asarray(_normal(2, 1, 70, 130), jnp.bfloat16))),
     "dropout": _MODDED._replace(mod=every_mod(2, 70, 130), spec={"dropout_prob": 0.3},
                                 extras=_WORDS),
+    "every_kind_of_capped_scores": _MODDED._replace(
+        mod=every_mod(2, 70, 130), spec={"dropout_prob": 0.3, "logits_soft_cap": 2.0},
+        extras={"bias": ((1, 2, 70, 130), "float32"), **_WORDS}),
     "steep": Case(T=140, mod=score_mods.custom(_steep, _AMOUNT)),
     "huge": _MODDED._replace(mod=score_mods.scale_by(1e4 * _normal(1, 1, 70))
                              >> score_mods.per_key(1e4 * _normal(2, 2, 130))),
     "shared_keys": _MODDED._replace(D=192, E=128, mod=every_mod(2, 70, 130)),
     "wide": _MODDED._replace(D=256, mod=every_mod(2, 70, 130)),
+    "wide_of_capped_scores": _MODDED._replace(
+        D=256, mod=every_mod(2, 70, 130), spec={"logits_soft_cap": 2.0},
+        extras={"bias": ((1, 2, 70, 130), "float32")}),
 }
 
 
@@ -579,6 +589,32 @@ def _backward_program(case: Case) -> tuple[Any, tuple]:
 
 
 @functools.cache
+def crowded() -> dict[str, Case]:
+  """Returns cases whose backward takes nearly all registers."""
+  common = Case(B=2, T=LENGTH, H=HEADS, K=HEADS // 2, D=256)
+  every, everything = every_mod(HEADS, LENGTH, LENGTH), FEATURES["everything"]
+  features = common._replace(spec=everything.spec, extras=everything.extras)
+  listed = features._replace(
+      mask=_DOCUMENTS & _listed((2, HEADS, LENGTH, LENGTH), LENGTH, 64, (1, 1), 2, HEADS))
+  cap = FEATURES["soft_cap"].spec
+  found = {"every_mod_soft_cap": common._replace(mod=every, spec=cap),
+           "every_mod_bias_soft_cap": common._replace(
+               mod=every, spec=cap, extras=FEATURES["bias"].extras),
+           "every_mod_of_documents": features._replace(mod=every, mask=everything.mask),
+           "every_mod_everything": features._replace(mod=every),
+           "lists_everything": listed, "lists_every_mod_everything": listed._replace(mod=every),
+           "two_blocks": Case(B=2, T=70, H=2, K=1)}
+  return {name: found[name] for name in sampling.names(
+      found, ("every_mod_soft_cap", "lists_every_mod_everything", "two_blocks"))}
+
+
+@functools.cache
+def crowded_programs() -> dict[str, tuple[Any, tuple]]:
+  """The backwards of `crowded`, by two kernels."""
+  return {name: _backward_program(case) for name, case in crowded().items()}
+
+
+@functools.cache
 def constant_copy_programs() -> dict[str, tuple[Any, tuple]]:
   """Backwards of one head, whose copies have constant coordinates."""
   return {name: _backward_program(GRADIENTS[name]) for name in ("width_256",)}
@@ -602,6 +638,22 @@ def bias_programs() -> dict[str, tuple[Any, tuple]]:
   return {f"{name}_{width}_{kind}": program(case_of(name, width, kind))
           for name, width, kind in itertools.product(FEATURES, tiling.WIDTHS, shapes)
           if f"{name}_{width}_{kind}" in chosen}
+
+
+@functools.cache
+def table_programs() -> dict[str, tuple[Any, tuple]]:
+  """Cotangents of a table by distance, by a kernel of its own, for `benchmark.static.gpu`."""
+  table = score_mods.by_distance(_normal(257, HEADS), -200)
+  mods = {"table": table, "table_and_every_mod": table >> every_mod(HEADS, LENGTH, LENGTH)}
+  def program(mod: score_mods.ScoreMod, width: int) -> tuple[Any, tuple]:
+    case = Case(B=2, T=LENGTH, H=HEADS, K=HEADS // 2, D=width, mod=mod)
+    residuals = case.residual_shapes
+    run = lambda *args: case.backward(*args, ("mods.0",))
+    return run, (case.shapes, residuals, residuals)
+  every = {f"{name}_{width}": program(mod, width)
+           for name, mod in mods.items() for width in tiling.WIDTHS}
+  return {name: every[name] for name in sampling.names(
+      every, ("table_128", "table_and_every_mod_256"))}
 
 
 @functools.cache

@@ -23,9 +23,10 @@ from jax.sharding import AbstractMesh
 import numpy as np
 
 from attn_core import (BlockSizes, Heads, LatentOptions, OperationMetadata, PagedOptions,
-                       PagesMetadata, PagesV1, PagesV2, PagesV3, attention, explain, page_attention,
+                       PagesMetadata, PagesV1, PagesV2, PagesV3, attention, explain,
+                       multi_latent_ragged_page_attention, page_attention,
                        ragged_page_attention_v2, ragged_page_attention_v3)
-from attn_core.caches import latent_pages, pages, quantize
+from attn_core.caches import latent_pages, pages, prefixes, quantize
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.split_kv import paged
 from attn_core_test import gpu_cases, gpu_faults, gpu_interpret, gpu_machine_code, sampling
@@ -64,6 +65,46 @@ QUANTIZED = (
     ("float8_padded_pages_of_64", PagesV3, "float8_e4m3fn", "tensor",
      Case((65, 100), (3, 1), H=6, K=3, page=64, D=64, dtype="bfloat16")))
 SINGLE = Case((129, 1), (1, 1), page=128, H=2, K=2, D=64, rest=0, dtype="bfloat16")
+
+
+def requests_with_prefixes():
+  """Returns metadata of pages of 8 tokens, of which all share one, and three of five another."""
+  tables = np.array([[3, 7, 0, 9], [3, 7, 1, 9], [3, 7, 2, 9], [3, 4, 9, 9], [3, 5, 6, 9]],
+                    np.int32)
+  return PagesMetadata(tables, np.array([23, 17, 20, 14, 24], np.int32),
+                       np.array([0, 4, 5, 8, 10, 13], np.int32))
+
+
+def prefixed_pages(layout):
+  """Returns run(cache, metadata, place), the cache, and `requests_with_prefixes`."""
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+  cache = pages.convert(PagesV1(normal(2, 10, 8, 64), normal(2, 10, 8, 64)), layout,
+                        Heads(2, 64, 64))
+  query, tokens = normal(13, 4, 64), (normal(13, 2, 64), normal(13, 2, 64))
+  def run(cache, metadata, place):
+    options = PagedOptions(metadata=place, return_lse=True, logits_soft_cap=2.0,
+                           softmax_aux=np.linspace(-1, 1, 4, dtype=np.float32))
+    if layout is PagesV3:
+      return ragged_page_attention_v3(query, *tokens, cache, metadata, options)
+    return ragged_page_attention_v2(query, cache, metadata, options)
+  return run, cache, requests_with_prefixes()
+
+
+def prefixed_latents():
+  """The same for latent rows, of more heads than a row block has rows."""
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+  cache = latent_pages.init(10, 8, WIDTHS, dtype="bfloat16")
+  cache = cache._replace(pages=normal(*cache.pages.shape))
+  query, rows = normal(13, 40, 192), normal(13, 192)
+  run = lambda cache, metadata, place: multi_latent_ragged_page_attention(
+      query, rows, cache, metadata, softmax_scale=0.1, metadata=place, return_lse=True)
+  return run, cache, requests_with_prefixes()
+
+
+PREFIXED = {"v2": functools.partial(prefixed_pages, PagesV2),
+            "v3": functools.partial(prefixed_pages, PagesV3), "latents": prefixed_latents}
 
 
 def quantized_cache(layout, dtype, scales, case):
@@ -154,6 +195,19 @@ class InterpretTest(parameterized.TestCase):
     self.compare([found[0][:live], found[1][:, :live]], [out[:live], lse[:, :live]])
 
   @sampling.slow("pages of both other layouts on a GPU")
+  @parameterized.named_parameters((name, name) for name in sampling.names(PREFIXED, ("v2",)))
+  def test_prefixes_are_read_by_groups(self, name):
+    """Also where the requests of a group have more queries together than its pages have tokens."""
+    run, cache, alone = PREFIXED[name]()
+    counts = (alone.context_lens - np.diff(alone.query_start_loc)) // 8
+    shared = alone._replace(prefixes=prefixes.find(alone.page_tables, counts, 2, min_requests=2))
+    self.assertTrue((shared.prefixes.page_counts > 0).any(1).all())
+    expected = numbers(run(cache, alone, None))
+    found = interpret(lambda *x: run(*x, gpu_cases.HOPPER), cache, shared)
+    self.compare(numbers(found), expected)
+    for x, y in zip(*map(jax.tree.leaves, (found.cache_view, run(cache, alone, None).cache_view))):
+      np.testing.assert_array_equal(x, y)
+
   def test_pages_of_both_other_layouts(self):
     query, key, value, _ = SINGLE.arrays()
     cache, metadata = PagesV1(key, value), SINGLE.metadata(single=True)

@@ -281,6 +281,21 @@ class TpuTest(parameterized.TestCase):
     for x, y in zip(got, run()):
       close(*(z[:count] if z.ndim == 3 else z[:, :count] for z in (x, y)), 1e-5)
 
+  @parameterized.product(heads=(1, 16, 128, 256), held=(None, "int8", "float8_e4m3fn"),
+                         dtype=("bfloat16", "float32"), page=(16, 64), queries=(1, 2))
+  def test_long_tables_fit_the_vector_memory(self, heads, held, dtype, page, queries):
+    requests, tokens = 8, 4096
+    cache = jax.eval_shape(lambda: latent_pages.init(
+        requests * tokens // page, page, (512, 64), dtype=held or dtype, padded=True))
+    shape = lambda *sizes: jax.ShapeDtypeStruct((requests * queries, *sizes), dtype)
+    number = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)
+    about = layouts.PagesMetadata(
+        number(requests, tokens // page), number(requests), number(requests + 1))
+    said = str(explain(shape(heads, 576), shape(576), None, layout="thd", cache_view=cache,
+                       cache_metadata=about, latent_options=LatentOptions(512, 64),
+                       softmax_scale=0.1, metadata=TPU, mechanism=MECHANISM))
+    self.assertIn("can, by latent.pages_tpu", said)
+
   def test_the_kernel_is_chosen_where_it_computes_the_call(self):
     def said(dtype="bfloat16", held=None, padded=True, widths=(512, 64), **changes):
       cache = jax.eval_shape(lambda: latent_pages.init(

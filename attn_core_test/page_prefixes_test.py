@@ -330,13 +330,26 @@ class BadInputTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, words):
         prefixes.find(*arguments)
 
-  def test_hopper_leaves_it_to_xla(self):
-    query, cache, _, shared = call(0)
-    found = explain(query, None, None, mechanism="ragged_page_attention_v2", layout="thd",
-                    cache_view=cache, cache_metadata=shared, metadata=OperationMetadata(
-                        platform="gpu", compute_capability="9.0"))
-    self.assertIn("paged.xla", str(found))
-    self.assertIn("cache_metadata.prefixes", str(found))
+
+class HopperTest(absltest.TestCase):
+  """See gpu_paged_test for values."""
+
+  def test_the_kernel_and_its_limits(self):
+    tables = np.arange(64, dtype=np.int32).reshape(4, 16)
+    tables[:, :8] = tables[0, :8]
+    metadata = PagesMetadata(tables, np.full(4, 256, np.int32), np.arange(5, dtype=np.int32))
+    cache = jax.eval_shape(lambda: pages.init(PagesV2, 64, 16, Heads(K, 64, 64), "bfloat16"))
+    query = jax.ShapeDtypeStruct((4, H, 64), "bfloat16")
+    def asked(tables, blocks=None):
+      found = prefixes.find(tables, np.full(4, 15))
+      return str(explain(query, None, None, mechanism="ragged_page_attention_v2", layout="thd",
+                         cache_view=cache, cache_metadata=metadata._replace(
+                             page_tables=tables, prefixes=found), block_sizes=blocks,
+                         metadata=OperationMetadata(platform="gpu", compute_capability="9.0")))
+    self.assertIn("by paged.gpu, which", asked(tables))
+    wide = np.pad(tables, ((0, 0), (0, 500_000)))
+    self.assertIn("cache_metadata.prefixes, as 4 requests: 4 queries and page tables of "
+                  "[4, 500016]", asked(wide, BlockSizes(block_q=1, block_kv=64)))
 
 
 if __name__ == "__main__":

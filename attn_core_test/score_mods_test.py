@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import score_mods
-from attn_core.score_mods import buckets
+from attn_core.score_mods import buckets, tables
 from attn_core_test import optional_deps
 from attn_core_test.score_mods_cases import (ADDITIVE, B, CASES, H, IDS, T, arrays_of, bucket,
                                              by_hand, composed, numbers, same_document)
@@ -179,6 +179,42 @@ def _of_bounds(score, batch, head, query, key, bounds):
   median = jnp.median(rows, -1) + jnp.argsort(rows, -1)[..., 0]
   line += jax.lax.reduce_precision(found + noise(query - key) + median, 8, 7)
   return jax.lax.fori_loop(0, 3, lambda n, x: x + powers[n] * near, score) * line
+
+
+class TablesTest(parameterized.TestCase):
+
+  def test_numbers_along_distances(self):
+    """Also where sums of distances are beyond int32."""
+    rng, most = np.random.default_rng(0), 2**31 - 1
+    for _ in range(15):
+      count, step = int(rng.integers(1, 40)), int(rng.choice([-7, -2, -1, 1, 3]))
+      begin = int(rng.integers(-80, 80))
+      first = int(rng.choice([0, -5, 2**30, most - count, -most]))
+      apart = range(begin, begin + step * int(rng.integers(1, 60)), step)
+      near = rng.choice([60, most])
+      bases = rng.integers(-near, near, (2, 3)) + (first if near == 60 else 0)
+      bases = np.clip(bases, -most - 1, most)
+      values = rng.normal(size=(2, 3, count)).astype(np.float32)
+      place = np.clip(bases[:, :, None] + np.array(apart) - first, 0, count - 1)
+      expected = np.stack([x[:, at] for x, at in zip(values, place)])
+      np.testing.assert_array_equal(expected, tables.along(
+          jnp.asarray(values), first, jnp.asarray(bases, jnp.int32), apart))
+
+  @parameterized.parameters((32, 128), (32, 4000))
+  def test_buckets_are_summed_without_look_ups(self, count, most):
+    _, index = buckets.by_distance(count, most, True)
+    table = np.random.default_rng(0).normal(size=(1, 3, count)).astype(np.float32)
+    found, pull = jax.vjp(lambda x: buckets.spread(x, index), table)
+    np.testing.assert_array_equal(found, table[..., index])
+    weights = np.random.default_rng(1).normal(size=found.shape).astype(np.float32)
+    expected = np.zeros_like(table)
+    np.add.at(expected, (slice(None), slice(None), index), weights)
+    np.testing.assert_allclose(pull(weights)[0], expected, atol=1e-4)
+    text = jax.jit(pull).lower(weights)
+    self.assertNotIn("scatter", text.as_text())
+    self.assertLess(text.compile().memory_analysis().temp_size_in_bytes, 2**20)
+    self.assertTrue(np.isfinite(jax.jvp(lambda x: buckets.spread(x, index), (table,), (table,))[1]
+                                ).all())
 
 
 class BadInputTest(parameterized.TestCase):

@@ -293,6 +293,22 @@ EACH = [(mode, call, way) for mode in MODES for call in CALLS for way in TRANSFO
 SOME = [("all", call, way) for call in CALLS for way in ("vmap_of_grad", "forward_over_reverse")]
 
 
+class ListsTest(parameterized.TestCase):
+
+  @parameterized.product(platform=("cpu", "cuda", "tpu"), blocks=((1, 64), (128, 128)))
+  def test_lists_of_blocks(self, platform, blocks):
+    rows = -(-300 // blocks[0])
+    indices = np.random.default_rng(0).integers(-1, 3, (2, 1, rows, 2)).astype(np.int32)
+    mask = masks.causal() & masks.selected_blocks(indices, *blocks)
+    place = OperationMetadata(platform="gpu", compute_capability="9.0") if platform == "cuda" else (
+        OperationMetadata(platform=platform))
+    run = lambda x: attention(x, x, x, mask=mask, mechanism="flash_attn2", metadata=place
+                              ).attention_outputs
+    with strict():
+      jax.jit(jax.grad(loss_of(run))).trace(jnp.ones((2, 300, 2, 64), jnp.bfloat16)).lower(
+          lowering_platforms=(platform,))
+
+
 class TransformationTest(parameterized.TestCase):
 
   @parameterized.parameters(*sampling.with_slow(SOME, *(x for x in EACH if x not in SOME)))

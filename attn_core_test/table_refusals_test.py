@@ -85,7 +85,7 @@ REFUSED = {
     "paged.gpu": (
         "float64 chunk segments positions mask mask_operands bias "
         "dropout weights unnormalized precision softmax_dtype vmem_limit_bytes sequence_layout "
-        "cache quantized draft_mask scope prefixes latent selected int4"),
+        "cache quantized draft_mask scope latent selected int4"),
     "paged.tpu": (
         "float16 float64 chunk segments positions mask mask_operands bias dropout weights "
         "unnormalized precision softmax_dtype vmem_limit_bytes sequence_layout cache quantized "
@@ -146,7 +146,7 @@ REFUSED = {
     "latent.pages_gpu": (
         "float64 value_width chunk segments positions mask mask_operands bias score_mod "
         "score_function dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
-        "sequence_layout cache quantized draft_mask scope prefixes selected stored_heads int4"),
+        "sequence_layout cache quantized draft_mask scope selected stored_heads int4"),
 }
 # Mechanisms whose kernels for Hopper read one width only.
 ONE_WIDTH = ("ragged_page_attention_v2", "ragged_page_attention_v3")

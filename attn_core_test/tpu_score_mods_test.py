@@ -187,6 +187,27 @@ class ColumnsTest(parameterized.TestCase):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(
         x, y, rtol=0, atol=1e-2 * max(1, abs(y).max())), got, want)
 
+  def test_rows_of_keys_are_exact(self):
+    low, high, ones, *others = np.asarray(depth_columns.rows_of_keys(1024), np.float64)
+    np.testing.assert_array_equal(low + high, np.arange(1024))
+    np.testing.assert_array_equal(ones, 1)
+    self.assertFalse(np.any(others))
+
+  @parameterized.parameters(False, True)
+  def test_take_little_vector_memory(self, backward):
+    """Counts tables by distance for these alone: what a kernel may use, XLA does not."""
+    mask, structure = jax.tree.flatten(masks.causal())
+    rows = jax.ShapeDtypeStruct((1, 4096, H, 128), jnp.bfloat16)
+    def needed(*mods):
+      arrays, term = jax.tree.flatten(mods[0].lower((1, H, 4096, 4096))) if mods else ((), None)
+      operands = Operands(rows, rows, rows, mask=MaskOperands(tuple(mask)), mods=tuple(arrays))
+      spec = AttentionSpec(structure, 0.1, **(dict(score_mod=term) if mods else {}))
+      found = tiling.make_tiling(operands, spec, BlockSizes(), backward=backward)
+      return tiling.needed_vmem(found, operands, backward)
+    self.assertBetween(needed(MODS["alibi"](ARRAYS)) - needed(), 2**19, 2**20)
+    # The tiles of all block diagonals, which both directions keep.
+    self.assertBetween(needed(MODS["alibi_symmetric"](ARRAYS)) - needed(), 2**22, 2**25)
+
   @parameterized.parameters(
       ("v6e", 128, "alibi", True), ("v5e", 128, "alibi", False), ("v6e", 256, "alibi", False),
       ("v6e", 128, "alibi_symmetric", False), ("v6e", 128, "capped", False))

@@ -8,6 +8,7 @@ import numpy as np
 
 from attn_core.caches import device_parts
 from attn_core.caches.update import Step
+from attn_core.dispatch.capabilities import Implementation
 from attn_core.types import (AttentionOutput, AttentionSpec, Call, Operands, PagedOperands,
                              at_least_float32, output_width)
 
@@ -39,8 +40,42 @@ def empty(call: Call[Operands, AttentionSpec]) -> AttentionOutput:
   return AttentionOutput(out, weights, lse)
 
 
-def with_cache(output: AttentionOutput, step: Step) -> AttentionOutput:
-  """Adds the updated cache, and NaN in the rows that overflowed."""
+def with_rows(call: Call, step: Step | None, implementation: Implementation,
+              placed: Call) -> Operands | PagedOperands:
+  """Returns the operands of a call, with the rows of its cache if the implementation reads them.
+
+  Args:
+    call: the call.
+    step: of its cache; None: it has none.
+    implementation: which runs.
+    placed: the call with its placement. Shards of the keys are not computed from the rows.
+  """
+  operands, placement = call.operands, placed.placement
+  if (step is None or step.rows is None or not implementation.reads_rows or is_empty(call)
+      or placement is not None and placement.keys):
+    return operands
+  rows = step.rows
+  if not _ends_with_kernel(call):
+    rows = rows._replace(overflow=jnp.zeros_like(rows.overflow))
+  return operands._replace(mask=operands.mask._replace(rows=rows))
+
+
+def _ends_with_kernel(call: Call) -> bool:
+  """Returns whether nothing is computed from a kernel's results: 0 * NaN in derivatives is NaN."""
+  return call.spec.normalize_output and not call.operands.up
+
+
+def writes_nan(call: Call, operands: Operands | PagedOperands) -> bool:
+  """Returns whether the kernel writes NaN for rows that overflowed, given what `with_rows` did."""
+  return (isinstance(operands, Operands) and operands.mask.rows is not None
+          and _ends_with_kernel(call))
+
+
+def with_cache(output: AttentionOutput, step: Step, written: bool = False) -> AttentionOutput:
+  """Adds the updated cache, and NaN in the rows that overflowed, unless it is `written`."""
+  if written:
+    return output._replace(cache_view=step.cache)
+
   def with_nan(x: jax.Array) -> jax.Array:
     overflow = device_parts.match(step.overflow, x)
     return jnp.where(overflow.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)

@@ -90,7 +90,7 @@ def operand_names(operands: Operands, mask: jax.tree_util.PyTreeDef) -> list[Nam
       found += [("b", "h", "", "") if role == mask_lib.DENSE else
                 () if role == mask_lib.WHOLE else ("b",)
                 for role in mask_lib.structure_roles(mask)]
-      found += [("b",)] * sum(x is not None for x in (value.batch_index, value.head_offset))
+      found += [("b",)] * (len(jax.tree.leaves(value)) - len(value.arrays))
     elif name == "mods":
       found += [_OF_MODS] * len(value)
     elif value is not None and name != "up":  # up-projections are outside of kernels

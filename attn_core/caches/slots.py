@@ -39,6 +39,15 @@ class CacheView(NamedTuple):
   origins: jax.Array | None = None  # int32 [B]: the number that is masks' position 0; None: starts
 
 
+class CacheRows(NamedTuple):
+  """The slots of a dense cache that rows of new queries have, int32 [B] each."""
+
+  start: jax.Array  # of the first token; queries before it are padding
+  end: jax.Array  # after the last token; queries from it on are padding
+  first: jax.Array  # of the first query; others follow
+  overflow: jax.Array  # bool [B]: the output of all queries is NaN
+
+
 def empty(kind: type[Cache], batch: int, slots: int, heads: tuple[int, ...], *,
           dtype: DTypeLike, sharding: Sharding | None = None,
           value_dtype: DTypeLike | None = None) -> Cache:

@@ -16,7 +16,7 @@ from attn_core import checks
 from attn_core.caches import dense, device_parts, latent, quantize, slots as slots_lib, window
 from attn_core.caches.dense import DenseCache
 from attn_core.caches.latent import LatentCache
-from attn_core.caches.slots import CacheView
+from attn_core.caches.slots import CacheRows, CacheView
 from attn_core.caches.window import WindowCache
 from attn_core.masks import constructors, leaves, mask as mask_lib, materialize
 from attn_core.masks.info import MaskInfo
@@ -64,6 +64,7 @@ class Step(NamedTuple):
   mask_info: MaskInfo
   cache: AnyCache | LatentCache  # after the step
   overflow: jax.Array  # bool [B]: rows whose tokens could not be written; their output becomes NaN
+  rows: CacheRows | None = None  # where slots are the positions; None: `mask_info` alone says them
 
 
 def update_cache(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache | LatentCache,
@@ -170,7 +171,8 @@ def _append(tokens: tuple[jax.Array, jax.Array], cache: AnyCache, cache_metadata
     joined: dict[str, Any] = {
         name: join(getattr(before, name), getattr(new, name)) for name in fields}
     seen = seen._replace(**joined)
-  return _step(seen, after.lengths, before.lengths, length, after, after.overflow)
+  return _with_rows(_step(seen, after.lengths, before.lengths, length, after, after.overflow),
+                    before.lengths)
 
 
 def _read(length: int, cache: AnyCache, cache_metadata: CacheMetadata, reach: int | None) -> Step:
@@ -183,7 +185,14 @@ def _read(length: int, cache: AnyCache, cache_metadata: CacheMetadata, reach: in
                    f"together at most the {slots} slots of the window cache, where key and value "
                    "are None")
   first = cache.lengths - length
-  return _step(_view(cache), cache.lengths, first, length, cache, cache.overflow)
+  return _with_rows(_step(_view(cache), cache.lengths, first, length, cache, cache.overflow), first)
+
+
+def _with_rows(step: Step, first: jax.Array) -> Step:
+  """Returns a step with the rows of its cache, if that is dense; queries begin at slots `first`."""
+  if not isinstance(step.cache, DenseCache):
+    return step
+  return step._replace(rows=CacheRows(step.cache.starts, step.cache.lengths, first, step.overflow))
 
 
 def _step(seen: CacheView, ends: jax.Array, first: jax.Array, length: int, cache: AnyCache,

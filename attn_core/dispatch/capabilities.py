@@ -129,8 +129,7 @@ def request_of(call: Call, features: Mapping[str, str], capability: str | None =
   """Returns the request of a call, as if on one device.
 
   Args:
-    call: query, key and value [B, T or S, H or K, D or E], of which shapes and dtypes count only;
-      two numbers in a byte count as two.
+    call: of its arrays shapes and dtypes count only; two numbers in a byte count as two.
     features: feature -> the caller's argument.
     capability: compute capability of the GPU; None: not known, or not a GPU.
     transfer: `RingConfig.transfer`.
@@ -164,6 +163,7 @@ class Implementation(NamedTuple):
   fallback: "Implementation | None" = None
   shards_sequence: bool = False  # over `OperationMetadata.sequence_axis_name`
   shards_keys: bool = False  # whether mesh axes may shard the key sequence
+  reads_rows: bool = False  # whether it reads `MaskOperands.rows`, and gives their NaN
   takes_symbols: bool = False  # whether batch and lengths may be symbols of a `jax.export`
   has_partitioner: bool = False  # whether JAX partitions its operation by rules of its own
   derivatives: derivatives_lib.Rows = derivatives_lib.Rows()
@@ -202,8 +202,7 @@ class Implementation(NamedTuple):
   def derivatives_of(self, request: Request) -> derivatives_lib.Derivatives:
     """Returns which implementations compute the derivatives of a request."""
     given = {"bias": request.bias_dtype is not None,
-             "score_mods.dense": bool(traceable.by_pair(request.mod, request.mods)),
-             "score_mods.by_distance": traceable.has_tables(request.mod)}
+             "score_mods.dense": bool(traceable.by_pair(request.mod, request.mods))}
     return derivatives_lib.of_call(
         self.name, self.derivatives, LINEAR if self.is_linear(request) else QUADRATIC,
         lengths=request.lengths, returns_lse="lse" in request.features,

@@ -9,13 +9,12 @@ class Rows(NamedTuple):
   """The implementations that compute the derivatives of a row of the table, by their names."""
 
   gradient: str | None = None  # reverse mode; None: the row itself
-  # A second backward, for gradients of the arrays `added_for`; None: the same one.
+  # A second backward, for gradients of a bias and of numbers for all pairs; None: the same one.
   added: str | None = None
   tangent: str | None = None  # forward mode; None: that of the gradient
   has_tangent: bool = True  # whether there is forward mode
   of_lse: bool = True  # whether a call that returns the lse may be differentiated
   even: bool = False  # whether gradients take even numbers of queries and keys only
-  added_for: tuple[str, ...] = ("bias", "score_mods.dense")
   # Whether second derivatives have reverse mode over either mode; forward mode over either is
   # there wherever forward mode is.
   reverses_twice: bool = True
@@ -57,7 +56,7 @@ def of_call(name: str, rows: Rows, memory: str, *, lengths: tuple[int, int], ret
     memory: of the implementation, for the call.
     lengths: (T, S).
     returns_lse: whether the call returns the lse.
-    added: the arrays of the call that some kernel leaves to a second backward.
+    added: the arguments of the call that have a number for every pair.
   """
   why = ""
   if not rows.of_lse and returns_lse:
@@ -68,7 +67,6 @@ def of_call(name: str, rows: Rows, memory: str, *, lengths: tuple[int, int], ret
     return Derivatives(None, None, memory, why=why)
   gradient = rows.gradient or name
   tangent = (rows.tangent or gradient) if rows.has_tangent else None
-  added = tuple(name for name in added if name in rows.added_for)
   return Derivatives(gradient, tangent, memory,
                      (rows.added, added) if rows.added and added else None,
                      reverses_twice=rows.reverses_twice)

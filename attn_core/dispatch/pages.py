@@ -37,8 +37,10 @@ def kernel_limits(platform: str, layout: str) -> Callable[[Request], str | None]
       return (capabilities.tpu_limits(request) or on_tpu.unsupported_reason(*call, blocks)
               or prefix_groups.unsupported_reason(*call, blocks) or traceable.refusal(*mod)
               or on_tpu.unsupported_mod(*call, blocks, *mod))
-    from attn_core.kernels.gpu.split_kv import paged as on_gpu  # Mosaic GPU takes 0.3 s to import
-    return (on_gpu.unsupported_reason(*call) or traceable.refusal(*mod, chips="Hopper")
+    # Mosaic GPU takes 0.3 s to import.
+    from attn_core.kernels.gpu.split_kv import paged as on_gpu, prefix_groups as of_groups
+    return (on_gpu.unsupported_reason(*call) or of_groups.unsupported_reason(*call, blocks)
+            or traceable.refusal(*mod, chips="Hopper")
             or on_gpu.unsupported_mod(*call, blocks, request.mods))
   return limits
 

@@ -5,12 +5,14 @@
 Where mesh axes shard the keys, each device attends to its shard, and the results are combined.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from attn_core.autodiff import primitives
 from attn_core.kernels.common import online_softmax
-from attn_core.kernels.common.contract import Kernel
+from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.kernels.xla import decode as xla_decode
 from attn_core.masks import constructors, materialize
 from attn_core.masks.mask import Mask
@@ -45,8 +47,7 @@ def by_kernel(kernel: Kernel, call: Call) -> AttentionOutput:
   def local(operands: Operands) -> AttentionOutput:
     if axes:
       operands = operands._replace(sinks=lse_combine.sinks_on_first_device(operands.sinks, axes))
-    out, lse = primitives.attend(kernel, operands, call.spec, call.block_sizes,
-                                 shard_map.partitioner_mesh(call.placement))
+    out, lse = _attend(kernel, operands, call)
     if axes:
       out, lse = lse_combine.combine(out, lse, axes)
     if not call.spec.normalize_output:
@@ -54,6 +55,43 @@ def by_kernel(kernel: Kernel, call: Call) -> AttentionOutput:
     return AttentionOutput(out, lse=lse if call.return_lse else None)
 
   return shard_map.sharded(local, call)
+
+
+def _attend(kernel: Kernel, operands: Operands, call: Call) -> Residuals:
+  """Runs a kernel on one device's operands, with NaN for rows of a cache that overflowed.
+
+  The kernel writes it. Where it is differentiated, NaN is selected after it, so that derivatives
+  are 0 there, as in the padding.
+  """
+  attend = lambda operands: primitives.attend(
+      kernel, operands, call.spec, call.block_sizes, shard_map.partitioner_mesh(call.placement))
+  rows = operands.mask.rows
+  if rows is None:
+    return attend(operands)
+
+  def selected(operands: Operands) -> Residuals:
+    without, rows = operands._replace(mask=operands.mask._replace(rows=None)), operands.mask.rows
+    assert rows is not None
+    overflow = rows.overflow
+    return Residuals(*(jnp.where(overflow.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
+                       for x in attend(without)))
+
+  @jax.custom_jvp
+  def run(*leaves: jax.Array) -> Residuals:
+    return attend(jax.tree.unflatten(structure, leaves))
+
+  @functools.partial(run.defjvp, symbolic_zeros=True)
+  def _(primals: tuple, tangents: tuple) -> tuple[Residuals, Residuals]:
+    moved = {n: x for n, x in enumerate(tangents)
+             if not isinstance(x, jax.custom_derivatives.SymbolicZero)}
+    def of_moved(*values: jax.Array) -> Residuals:
+      given = dict(zip(moved, values))
+      return selected(jax.tree.unflatten(
+          structure, [given.get(n, x) for n, x in enumerate(primals)]))
+    return jax.jvp(of_moved, tuple(primals[n] for n in moved), tuple(moved.values()))
+
+  leaves, structure = jax.tree.flatten(operands)
+  return run(*leaves)
 
 
 def _with_written_mask(call: Call) -> Call:

@@ -51,7 +51,7 @@ def tpu(call: Call) -> AttentionOutput:
 
 def gpu(call: Call) -> AttentionOutput:
   """Attends to the pages by a Mosaic GPU kernel for Hopper; gradients are those of plain XLA."""
-  return _sharded(_Kernel(gpu_forward(), paged_prefixes.on_xla), call)
+  return _sharded(_Kernel(gpu_forward(), paged_prefixes.on_hopper), call)
 
 
 def xla_writing(call: Call) -> AttentionOutput:
@@ -68,7 +68,7 @@ def tpu_writing(call: Call) -> AttentionOutput:
 
 def gpu_writing(call: Call) -> AttentionOutput:
   """Writes new keys and values to the pages, then attends as `gpu`; returns the cache."""
-  return _sharded(_Kernel(gpu_forward(), paged_prefixes.on_xla), call, writes=True)
+  return _sharded(_Kernel(gpu_forward(), paged_prefixes.on_hopper), call, writes=True)
 
 
 def _xla_kernel() -> _Kernel:

@@ -16,7 +16,7 @@ from attn_core import partials
 from attn_core.array_axes import count_reached
 from attn_core.caches.paged import layouts, prefixes as prefixes_lib
 from attn_core.caches.paged.layouts import Pages, PagesMetadata
-from attn_core.kernels.common import dense_operands, paged_operands
+from attn_core.kernels.common import dense_operands, paged_operands, prefix_parts
 from attn_core.kernels.common.contract import Residuals
 from attn_core.types import BlockSizes, PagedOperands, PagedSpec
 
@@ -36,9 +36,8 @@ class Form(NamedTuple):
   run: Attend  # attends to pages that are not shared
   of_groups: Callable[[PagedOperands, BlockSizes], BlockSizes]  # block sizes from those given
   of_rest: Callable[[BlockSizes], BlockSizes]
-  # Requests that groups are at most, of a number of tokens, of requests, and of tokens of a page,
-  # where a request has at most as many queries as tokens. None: it may have more.
-  num_parts: Callable[[int, int, int], int] | None = None
+  # Whether a group with more queries than tokens is several requests; see `prefix_parts`.
+  in_parts: bool = True
 
 
 def on_xla(run: Attend, heads: layouts.Heads) -> Form:
@@ -50,14 +49,22 @@ def on_xla(run: Attend, heads: layouts.Heads) -> Form:
         block_q=given.block_q or max(1, paged_operands.BLOCK_ROWS // group_size))
 
   return Form(run, of_groups,
-              lambda given: given._replace(block_kv=given.block_kv or REST_BLOCK_KV))
+              lambda given: given._replace(block_kv=given.block_kv or REST_BLOCK_KV),
+              in_parts=False)
 
 
 def on_tpu(run: Attend, heads: layouts.Heads) -> Form:
   """Returns the form of the kernel for TPUs, given its function and the heads in the pages."""
   from attn_core.kernels.tpu.ragged import prefix_groups  # imported when chosen, as Pallas is
   return Form(run, lambda operands, given: prefix_groups.block_sizes(operands, heads, given),
-              lambda given: given, prefix_groups.num_parts)
+              lambda given: given)
+
+
+def on_hopper(run: Attend, heads: layouts.Heads) -> Form:
+  """Returns the form of the kernel for Hopper, given its function and the heads in the pages."""
+  from attn_core.kernels.gpu.split_kv import prefix_groups  # imported when chosen, as Pallas is
+  return Form(run, lambda operands, given: prefix_groups.block_sizes(operands, heads, given),
+              lambda given: given)
 
 
 def attend(form: Form, operands: PagedOperands, spec: PagedSpec, block_sizes: BlockSizes,
@@ -95,8 +102,8 @@ def attend(form: Form, operands: PagedOperands, spec: PagedSpec, block_sizes: Bl
   block_sizes = form.of_groups(operands, block_sizes)
   for rows, tables, counts in zip(prefixes.rows, prefixes.page_tables, prefixes.page_counts):
     groups = PagesMetadata(tables, counts * layouts.page_size(cache), starts[rows])
-    if form.num_parts is not None:
-      groups = _cut(groups, form.num_parts(
+    if form.in_parts:
+      groups = _cut(groups, prefix_parts.num_parts(
           tokens.shape[0], tables.shape[0], layouts.page_size(cache)))
     part = form.run(operands._replace(query=operands.query[tokens], metadata=groups, sinks=None,
                                       mods=mods), spec._replace(causal=False), block_sizes)

@@ -42,7 +42,8 @@ class Relative(ScoreMod):
 
   def lower(self, shape: Shape) -> ScoreMod:
     first, index = buckets.by_distance(self.table.shape[0], self.max_distance, self.bidirectional)
-    return terms.Distance(first, _by_head("relative: table", self.table, shape)[:, :, index])
+    table = _by_head("relative: table", self.table, shape)
+    return terms.Distance(first, buckets.spread(table, index))
 
 
 @value_dataclass

@@ -9,12 +9,14 @@ are in no order, one for each of a few queries and each key.
 from typing import Callable, Sequence
 
 import jax
+from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core.masks.mask import Coordinates
 from attn_core.score_mods import terms
 from attn_core.score_mods.score_mod import Composed, ScoreMod, chain, of_structure
-from attn_core.types import NO_SCORE_MOD
+from attn_core.types import NO_SCORE_MOD, cdiv
 
 
 def find(structure: jax.tree_util.PyTreeDef) -> dict[int, terms.Distance]:
@@ -73,3 +75,54 @@ def lines(table: jax.Array, block_q: int, sizes: tuple[int, int],
                  mode="edge")
   rows = rows_of(wide[:, :, None])
   return jnp.stack([rows[:, :, q, :, block_q - q:block_q - q + length] for q in range(block_q)], 2)
+
+
+def along(values: jax.Array, first: int, bases: jax.Array, apart: range) -> jax.Array:
+  """Returns the numbers at some distances: float32 [B or 1, H or 1, pairs, len(apart)].
+
+  They are slices of repeated ends, not look-ups, so that the derivative adds no numbers one by one.
+
+  Args:
+    values: [B or 1, H or 1, n], of distances from `first` on; others are clipped to the ends.
+    first: the first distance.
+    bases: int32 [B or 1, pairs], to which `apart` is added.
+    apart: evenly spaced.
+  """
+  values, last, step, length = (
+      values.astype(jnp.float32), values.shape[2] - 1, apart.step, len(apart))
+  # Bases beyond which all numbers are equal, so that no place is beyond int32.
+  reach, limits = max(abs(apart[0]), abs(apart[-1])) + 1, np.iinfo(np.int32)
+  ends = (np.int32(np.clip(x, limits.min, limits.max))
+          for x in (first - reach, first + last + reach))
+  starts = jnp.clip(bases, *ends) - np.int32(first) + np.int32(apart.start)
+  if step < 0:
+    values, starts, step = values[:, :, ::-1], np.int32(last) - starts, -step
+  return jnp.stack([
+      _row(*_strided(values, starts[:, n], step), length) for n in range(starts.shape[1])], 2)
+
+
+def _strided(values: jax.Array, start: jax.Array, step: int) -> tuple[jax.Array, jax.Array]:
+  """Returns (values, start [B or 1]) of which places 1 apart are those `step` apart."""
+  if step == 1:
+    return values, start
+  heads, count = values.shape[1:]
+  number = cdiv(count - 1, step) + 2  # the first and the last are beyond the ends
+  padded = jnp.pad(values, ((0, 0), (0, 0), (step, number * step - count)), mode="edge")
+  whole, rest = jnp.divmod(start, np.int32(step))
+  found = _slices(padded, rest, number * step)
+  return found.reshape(found.shape[0], heads, number, step)[..., 0], whole + np.int32(1)
+
+
+def _row(values: jax.Array, start: jax.Array, length: int) -> jax.Array:
+  """Returns numbers [B or 1, H or 1, length] from the place start [B or 1] on."""
+  padded = jnp.pad(values, ((0, 0), (0, 0), (length, length)), mode="edge")
+  most = np.int32(length + values.shape[2])
+  return _slices(padded, jnp.clip(start + np.int32(length), 0, most), length)
+
+
+def _slices(x: jax.Array, starts: jax.Array, size: int) -> jax.Array:
+  """Returns x[b, :, starts[b]:starts[b] + size], for x and starts of B or 1 batch rows."""
+  if starts.shape[0] == 1:
+    return lax.dynamic_slice_in_dim(x, starts[0], size, 2)
+  cut = lambda x, start: lax.dynamic_slice_in_dim(x, start, size, 1)
+  return jax.vmap(cut, (0 if x.shape[0] > 1 else None, 0))(x if x.shape[0] > 1 else x[0], starts)

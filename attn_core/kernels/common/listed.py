@@ -248,12 +248,17 @@ def _named(indices: jax.Array | np.ndarray, count: int,
            xp: ModuleType) -> jax.Array | np.ndarray:
   """Returns which of `count` blocks each list [.., k] names: bool [.., count]."""
   if xp is not np:
-    return (indices[..., None] == np.arange(count, dtype=np.int32)).any(-2)
+    return (indices[..., None] == _numbers(count, indices.ndim + 1)).any(-2)
   # Without an array of all pairs, which XLA does not make either.
   named = np.zeros((*indices.shape[:-1], count + 1), bool)
   exists = (indices >= 0) & (indices < count)
   np.put_along_axis(named, np.where(exists, indices, count), True, -1)
   return named[..., :count]
+
+
+def _numbers(count: int, ndim: int) -> np.ndarray:
+  """Returns int32 [1, .., 1, count] of a rank: JAX may be told to refuse arrays of several."""
+  return np.arange(count, dtype=np.int32).reshape(*[1] * (ndim - 1), count)
 
 
 # --- Lists of blocks of any size. -----------------------------------------------------------------
@@ -297,7 +302,7 @@ def bits(node: leaves.Selected, layout: Layout) -> jax.Array | np.ndarray:
   indices = xp.asarray(node.indices)
   exists = (indices >= 0) & (indices < cdiv(layout.keys, node.block_kv))
   number = (xp.where(exists, indices, blocks * of_block)[..., None] * np.int32(parts)
-            + np.arange(parts, dtype=np.int32)).reshape(*indices.shape[:-1], -1)
+            + _numbers(parts, indices.ndim + 1)).reshape(*indices.shape[:-1], -1)
   if xp is np:
     named = _named(number, blocks * of_block, np).reshape(*number.shape[:-1], blocks, of_block)
     named = np.pad(named, [(0, 0)] * 4 + [(0, words * WORD - of_block)])
@@ -308,7 +313,7 @@ def bits(node: leaves.Selected, layout: Layout) -> jax.Array | np.ndarray:
     number = number.swapaxes(-1, -2)
     block, bit = number // of_block, number % of_block
     at = (block * words + bit // WORD)[:, :, None]
-    of_word = at == np.arange(blocks * words, dtype=np.int32).reshape(-1, 1, 1)
+    of_word = at == _numbers(blocks * words, at.ndim - 2)[..., None, None]
     bit = lax.shift_left(jnp.int32(1), bit % WORD)[:, :, None]
     found = lax.reduce_or(jnp.where(of_word, bit, 0), (3,))
   return xp.repeat(found, node.block_q, axis=-1)[..., :layout.queries]
@@ -326,7 +331,7 @@ def _tiles_of_bits(node: leaves.Selected, layout: Layout, xp: ModuleType,
     """Unpacks [.., blocks of keys * words, tiles of queries] to [.., tiles, tiles, bits]."""
     *leading, _, rows = words.shape
     words = words.reshape(*leading, -1, words_of_block(node, layout), 1, rows)
-    known = (words >> np.arange(WORD, dtype=np.int32).reshape(-1, 1)) & 1 != 0
+    known = (words >> _numbers(WORD, words.ndim - 1)[..., None]) & 1 != 0
     known = known.reshape(*known.shape[:-3], -1, rows)[..., :_block_kv(node, layout) // size, :]
     known = known.reshape(*leading, -1, layout.tile_kv // size, rows)
     return xp.moveaxis(known, -1, -3)[..., :cdiv(layout.keys, layout.tile_kv), :]

@@ -5,11 +5,11 @@
   P = exp(logits - lse);  dP = d_out V^T;  dS = P * (dP - delta)
   d_query = dS K;  d_key = dS^T Q;  d_value = P^T d_out;  delta = sum(d_out * out) - d_lse
 
-One kernel sums over keys (`backward_q`), one over queries (`backward_kv`), and one computes the
-cotangent of the bias (`backward_bias`). Every sum has one owner and a fixed order: results are the
-same bit for bit, at the price of computing S and dP twice. While a warpgroup exponentiates, its
-product dP runs; while it forms dS, P^T d_out does; the sums over a loop stay in flight from step to
-step.
+One kernel sums over keys (`backward_q`), one over queries (`backward_kv`), and others compute the
+cotangents of the bias (`backward_bias`) and of tables by distance (`backward_table`). Every sum has
+one owner and a fixed order: results are the same bit for bit, at the price of computing S and dP
+twice. While a warpgroup exponentiates, its product dP runs; while it forms dS, P^T d_out does; the
+sums over a loop stay in flight from step to step.
 """
 
 import functools
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash import (
-    backward_bias, backward_kv, backward_q, score_tiles, tiling as tiling_lib)
+    backward_bias, backward_kv, backward_q, backward_table, score_tiles, tiling as tiling_lib)
 from attn_core.kernels.gpu.flash.backward_common import Arrays
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.backward import complete_cotangents, compute_delta, finite_lse
@@ -36,7 +36,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   """Computes the cotangents of the operands named in `wrt`; see `contract.BackwardFn`.
 
   Args:
-    fallback: computes the cotangents of tables by distance, and of biases that this does not.
+    fallback: computes the cotangents of biases that this does not.
   """
   products = functools.partial(_products, operands, spec, block_sizes)
   others = lambda names: _others(
@@ -50,14 +50,14 @@ def _others(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   """Returns the cotangents of the bias and of arrays of the score mod that are named."""
   delta = compute_delta(residuals, cotangents, jnp.float32)
   with_table = tables.find(spec.score_mod)
+  arrays = lambda: _arrays(operands, spec, cotangents.out, residuals.lse, delta)
 
   def of(name: str) -> jax.Array:
-    x, number = operand(operands, name), mod_number(name) if is_mod(name) else score_tiles.SCORES
-    if number in with_table:  # sums of diagonals
-      return fallback(operands, spec, block_sizes, residuals, cotangents, (name,))[0]
+    x, number = operand(operands, name), mod_number(name) if is_mod(name) else score_tiles.BIAS
+    if number in with_table:
+      return backward_table.d_table(arrays(), operands, spec, number)
     if is_mod(name) or x.shape[3] > 1 or not evaluate.only_adds(spec.score_mod):
-      arrays = _arrays(operands, spec, cotangents.out, residuals.lse, delta)
-      return backward_bias.d_array(arrays, operands, spec,
+      return backward_bias.d_array(arrays(), operands, spec,
                                    backward_bias.Summed(number, x.shape, x.dtype))
     if residuals.out is None:  # sums over more keys than these
       return fallback(operands, spec, block_sizes, residuals, cotangents, (name,))[0]

@@ -15,12 +15,11 @@ import numpy as np
 from attn_core.kernels.gpu import wgmma
 from attn_core.kernels.gpu.flash import kernel_params, score_tiles, tiling as tiling_lib
 from attn_core.kernels.gpu.flash.block_list import BlockList, RowBlocks
-from attn_core.kernels.gpu.flash.logits import Slopes
 from attn_core.kernels.gpu.flash.tile_inputs import TileInputs
 from attn_core.kernels.gpu.mosaic import Ref
 from attn_core.masks import dropout
 from attn_core.masks.tile import Tile
-from attn_core.score_mods import evaluate
+from attn_core.score_mods import evaluate, tables
 
 
 class Arrays(NamedTuple):
@@ -62,6 +61,21 @@ class BackwardParams(kernel_params.KernelParams):
     return (not self.tiling.by_keys and self.tiling.width > tiling_lib.WIDE
             and not evaluate.only_adds(self.loader.spec.score_mod))
 
+  @property
+  def registers_shared(self) -> tuple[int, int]:
+    """Registers of two warpgroups that share their keys, of which the first computes logits."""
+    spec = self.loader.spec
+    capped = spec.logits_soft_cap is not None
+    if self.loader.lists or capped and not evaluate.only_adds(spec.score_mod):
+      return tiling_lib.REGISTERS_CROWDED
+    return tiling_lib.REGISTERS_SHARED
+
+  @property
+  def reads_delta_late(self) -> bool:
+    """Whether delta is loaded in each step, after dP, which leaves registers for logits."""
+    return (self.reads_late and self.logits.biased
+            and self.loader.spec.logits_soft_cap is not None)
+
   def masked(self, row: RowBlocks, n: jax.Array) -> jax.Array | bool:
     """Returns whether the n-th block of a row needs the mask; a bool if the same for all."""
     if not (self.any_full and self.any_partial):
@@ -70,25 +84,25 @@ class BackwardParams(kernel_params.KernelParams):
 
   def logits_of(self, tile_inputs: TileInputs, tile: Callable[[], Tile], scores: jax.Array,
                 masked: jax.Array | bool,
-                by: int = score_tiles.SCORES) -> tuple[jax.Array, Slopes]:
-    """Returns (logits, slopes) as `Logits.compute` does.
+                by: int = score_tiles.SCORES) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (logits, slope) as `Logits.compute` does.
 
     Args:
       tile: () -> `tile_lib.Tile`; called where the tile's grid matters.
       scores: float32, [queries, keys] or transposed, like the loader.
       masked: as `masked` returns it.
-      by: of the slopes; see `score_tiles.apply`.
+      by: of the slope; see `score_tiles.apply`.
     """
     at = tile() if self.logits.reads_tile else None
     if at is not None and self.reads_late:
       scores, batch, head, query, key = lax.optimization_barrier(
           (scores, at.batch, at.head, at.query, at.key))
       at = at._replace(batch=batch, head=head, query=query, key=key)
-    x, slopes = self.logits.compute(tile_inputs, at, scores, False, by)
+    x, slope = self.logits.compute(tile_inputs, at, scores, False, by)
     if masked is not False:
       hide = lambda x: jnp.where(self.loader.visible(tile_inputs, tile()), x, -jnp.inf)
       x = hide(x) if masked is True else lax.cond(masked, hide, lambda x: x, x)
-    return x, slopes
+    return x, slope
 
   def weigh(self, tile_inputs: TileInputs, tile: Callable[[], Tile],
             logits: tuple[jax.Array, jax.Array | None],
@@ -97,7 +111,7 @@ class BackwardParams(kernel_params.KernelParams):
 
     Args:
       tile: as of `logits_of`.
-      logits: (logits, one of their slopes), of `logits_of`.
+      logits: (logits, slope), of `logits_of`.
       lse: float32 of the same shape, times log2(e).
 
     Returns:
@@ -106,7 +120,8 @@ class BackwardParams(kernel_params.KernelParams):
     x, slope = logits
     has_function = evaluate.has_function(self.loader.spec.score_mod)
     weights = jnp.exp2(x * self.logits.unit - lse)
-    if has_function:  # which may have no value at rows past the queries
+    # Of rows past the queries: a function may have no value there, and a table any.
+    if has_function or tables.find(self.loader.spec.score_mod):
       weights = jnp.where(lse == jnp.inf, 0.0, weights)
     kept = weights
     keep = self.loader.keep_mask(tile_inputs, tile()) if self.has_dropout else None

@@ -121,7 +121,7 @@ def _kernel(params: BackwardParams, arrays: Arrays, outputs: tuple[Ref, ...],
     run(_ConsumerWarpgroup(params, arrays, scratch, _grid_index(params), part), *outputs)
 
   if params.tiling.shared:
-    runs = zip((_sum_values, _sum_keys), tiling_lib.REGISTERS_SHARED, strict=True)
+    runs = zip((_sum_values, _sum_keys), params.registers_shared, strict=True)
     for n, (run, registers) in enumerate(runs):
       pl.when(warpgroup == n)(functools.partial(compute, mosaic.int32(0), run, registers))
   else:
@@ -135,12 +135,18 @@ def _grid_index(params: BackwardParams) -> GridIndex:
                   params.tiling.sizes.num_key_blocks)
 
 
-def _visit(params: BackwardParams, arrays: Arrays, grid: GridIndex,
-           run: Callable[[Step], None]) -> jax.Array:
-  """Runs run(Step) for all blocks of queries of all heads of the group; returns their number."""
+def _visit(params: BackwardParams, arrays: Arrays, grid: GridIndex, run: Callable[[Step], None],
+           unrolls: bool = True) -> jax.Array:
+  """Runs run(Step) for all blocks of queries of all heads of the group; returns their number.
+
+  Args:
+    unrolls: whether the compiler may unroll the loop where it knows how often it runs.
+  """
   def of_head(g: jax.Array, done: jax.Array) -> jax.Array:
     head = grid.head * params.group + g
     row = arrays.block_list.row_blocks(grid.batch, head, grid.block)
+    if not unrolls and arrays.block_list.is_count_known:
+      row = row._replace(num_visited=lax.optimization_barrier(row.num_visited))
     def of_block(m: jax.Array, _: tuple) -> tuple:
       run(Step(done + m, head, row, m))
       return ()
@@ -173,7 +179,8 @@ def _copy(params: BackwardParams, arrays: Arrays, scratch: Scratch, grid: GridIn
           arrays.numbers.at[number, grid.batch, step.head, tokens], number_smem.at[slot],
           full.at[slot])
 
-  filled = _visit(params, arrays, grid, fill)
+  # Unrolled, the loop would keep the addresses of barriers, which take too many registers.
+  filled = _visit(params, arrays, grid, fill, unrolls=False)
   for *_, free, stages in pipelines:
     drain(free, stages, filled)
 
@@ -252,10 +259,9 @@ class _ConsumerWarpgroup(NamedTuple):
                       self.first_key, 1, tiling.block_q, self.rows)
 
   def logits(self, step: Step, scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Returns logits of a step and their slope; see `BackwardParams.logits_of`."""
-    found, slopes = self.params.logits_of(self.arrays.tile_inputs, lambda: self.tile(step), scores,
-                                          self.params.masked(step.row, step.index))
-    return found, slopes.score
+    """Returns (logits, slope) of a step; see `BackwardParams.logits_of`."""
+    return self.params.logits_of(self.arrays.tile_inputs, lambda: self.tile(step), scores,
+                                 self.params.masked(step.row, step.index))
 
   def weigh(self, step: Step,
             logits: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array]:

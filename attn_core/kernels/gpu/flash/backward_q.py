@@ -150,13 +150,13 @@ class _ConsumerWarpgroup(NamedTuple):
     plgpu.copy_gmem_to_smem(self.arrays.query.at[batch, own, head], query, full)
     plgpu.copy_gmem_to_smem(
         self.arrays.d_out.at[batch, own, head], scratch.d_out_smem.at[self.warpgroup], full)
-    lse, delta = (mosaic.load(self.arrays.numbers.at[n, batch, head, own], mosaic.ROW_LAYOUT)
-                       for n in range(2))
+    numbers = [mosaic.load(self.arrays.numbers.at[n, batch, head, own], mosaic.ROW_LAYOUT)
+               for n in range(1 if self.params.reads_delta_late else 2)]
     plgpu.barrier_wait(full)
 
     def sum_over_keys(total: Ref) -> None:
       lax.fori_loop(mosaic.int32(0), row.num_visited,
-                    lambda n, _: self.step(n, row, (lse, delta), total), ())
+                    lambda n, _: self.step(n, row, numbers, total), ())
       plgpu.wgmma_wait(0)
       pl.when(row.num_visited > 0)(lambda: self.free_keys(row.num_visited - 1))
     total, = wgmma.run_with_accumulators(sum_over_keys, [(self.rows, tiling.width)],
@@ -166,13 +166,20 @@ class _ConsumerWarpgroup(NamedTuple):
     plgpu.copy_smem_to_gmem(query, result.at[batch, own, head])
     plgpu.wait_smem_to_gmem(0)
 
+  def delta(self) -> jax.Array:
+    """Returns delta of the queries, repeated for every key."""
+    own = pl.ds(self.first_query, self.rows)
+    found = mosaic.load(
+        self.arrays.numbers.at[1, self.grid.batch, self.grid.head, own], mosaic.ROW_LAYOUT)
+    return lax.broadcast_in_dim(found, (self.rows, self.params.tiling.block_kv), [0])
+
   def free_keys(self, n: jax.Array) -> None:
     """Frees the keys of step n, whose product has ended."""
     plgpu.barrier_arrive(self.scratch.k_consumed_barriers.at[lax.rem(n, mosaic.int32(
         self.params.tiling.num_stages[0]))])
 
-  def step(self, n: jax.Array, row: RowBlocks, numbers: tuple[jax.Array, ...], total: Ref) -> tuple:
-    """Adds the contribution of the n-th block of keys."""
+  def step(self, n: jax.Array, row: RowBlocks, numbers: list[jax.Array], total: Ref) -> tuple:
+    """Adds the contribution of the n-th block of keys; `numbers` are lse, and delta if not late."""
     tiling, scratch, params = self.params.tiling, self.scratch, self.params
     warpgroup, *grid = wgmma.recompute_each_step((self.warpgroup, *self.grid), n)
     slot, value_slot = (lax.rem(n, mosaic.int32(stages)) if stages > 1
@@ -181,21 +188,21 @@ class _ConsumerWarpgroup(NamedTuple):
     now = self._replace(warpgroup=warpgroup, grid=GridIndex(*grid))
     tile = lambda: tile_lib.Tile(now.grid.batch, now.grid.head, now.first_query,
                               row.block(n) * tiling.block_kv, 1, self.rows, tiling.block_kv)
-    lse, delta = (lax.broadcast_in_dim(x, (self.rows, tiling.block_kv), [0]) for x in numbers)
+    lse, *delta = (lax.broadcast_in_dim(x, (self.rows, tiling.block_kv), [0]) for x in numbers)
     plgpu.barrier_wait(scratch.k_barriers.at[slot])
     # 1. Scores and logits.
     scores, _ = wgmma.matmul_overlapped(scratch.q_smem.at[warpgroup], scratch.k_smem.at[slot].T)
     pl.when(n > 0)(lambda: self.free_keys(n - 1))
-    logits, slopes = params.logits_of(
-        self.arrays.tile_inputs, tile, scores, params.masked(row, n))
+    logits = params.logits_of(self.arrays.tile_inputs, tile, scores, params.masked(row, n))
     # 2. dP = d_out V^T, during the exponentials.
     plgpu.barrier_wait(scratch.v_barriers.at[value_slot])
     d_weights, (_, factor) = params.matmul_overlapped(
         scratch.d_out_smem.at[warpgroup], scratch.v_smem.at[value_slot].T,
-        lambda: params.weigh(self.arrays.tile_inputs, tile, (logits, slopes.score), lse))
+        lambda: params.weigh(self.arrays.tile_inputs, tile, logits, lse))
     plgpu.barrier_arrive(scratch.v_consumed_barriers.at[value_slot])
     # 3. d_query += dS K.
-    d_scores = params.d_scores(factor, d_weights, delta, params.loader.spec.softmax_scale)
+    d_scores = params.d_scores(factor, d_weights, *(delta or [now.delta()]),
+                               scale=params.loader.spec.softmax_scale)
     wgmma.accumulate(total, d_scores.astype(scratch.k_smem.dtype), scratch.k_smem.at[slot],
                  interpret=params.interpret)
     return ()

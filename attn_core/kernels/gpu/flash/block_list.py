@@ -40,6 +40,11 @@ class BlockList(NamedTuple):
   num_full: Any  # int32 [B or 1, H or 1, num_row_blocks], or an AffineCount
   num_visited: Any  # int32 [B or 1, H or 1, num_row_blocks], or an AffineCount
 
+  @property
+  def is_count_known(self) -> bool:
+    """Whether all row blocks visit the same number of blocks, known without the arrays."""
+    return isinstance(self.num_visited, AffineCount) and self.num_visited.slope == 0
+
   def row_blocks(self, batch: Any, head: Any, row: Any) -> RowBlocks:
     """Returns the blocks that row block `row` of a batch row and a head visits."""
     return RowBlocks(lambda n: self.block(batch, head, row, n),

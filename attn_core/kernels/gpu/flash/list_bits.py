@@ -67,7 +67,9 @@ class ListBits(NamedTuple):
       words = mosaic.broadcast_along(words, shape, 1 - axis)
       bit = jnp.int32(1) << (number & (listed.WORD - 1 - few))
       if few:
-        words = words >> (number & few)
+        # In this form the compiler finds that two amounts are those of all columns of a thread.
+        low = few.bit_length()
+        words = words >> (number - (number >> low << low))
       if count > 1:
         bit = jnp.where(number >> (listed.WORD.bit_length() - 1) == n, bit, 0)
       found.append(words & bit)

@@ -14,15 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.kernels.common.online_softmax import LOG2E
-from attn_core.kernels.gpu.flash import score_forms
+from attn_core.kernels.gpu.flash import score_forms, score_tiles
 from attn_core.kernels.gpu.flash.tile_inputs import TileInputs
-
-
-class Slopes(NamedTuple):
-  """Derivatives of logits, of the tile's shape; None: 1."""
-
-  score: jax.Array | None  # by scaled scores, unless an array of the score mod is asked for
-  added: jax.Array | None  # by the bias, or by that array
 
 
 class Logits(NamedTuple):
@@ -49,31 +42,30 @@ class Logits(NamedTuple):
     return LOG2E * (self.loader.spec.softmax_scale if self.plain else 1.0)
 
   def compute(self, tile_inputs: TileInputs, tile: Any, scores: jax.Array, masked: bool,
-              by: int | None = None) -> tuple[jax.Array, Slopes]:
-    """Returns (logits / (unit * ln 2), their derivatives).
+              by: int | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (logits / (unit * ln 2), a derivative of the logits, of the tile's shape; None: 1).
 
     Args:
       tile_inputs: references to the inputs of tiles.
       tile: `masks.tile.Tile`, or one of pages; None if it is not needed.
       scores: float32, of the tile's shape.
       masked: whether something of the tile may be hidden.
-      by: of the derivatives; see `score_tiles.apply`.
+      by: of the derivative; see `score_tiles.apply`.
     """
-    logits, slope, of_mod, spec = scores, None, None, self.loader.spec
+    logits, slope, spec = scores, None, self.loader.spec
     if not self.plain:
       cap = spec.logits_soft_cap
       if cap is None:
         logits = logits * spec.softmax_scale
       else:
-        logits, slope = score_forms.capped(logits, spec.softmax_scale, cap)
+        logits, of_cap = score_forms.capped(logits, spec.softmax_scale, cap)
+        slope = of_cap if by == score_tiles.SCORES else None
       if self.biased:
         logits = logits + self.loader.bias(tile_inputs, tile)
       if spec.has_score_mod:
-        logits, of_mod = self.loader.modified(tile_inputs, tile, logits, by)
+        logits, slope = self.loader.modified(tile_inputs, tile, logits, by, slope)
     if masked:
       if tile_inputs.nan_keys is not None:
         logits = self.loader.propagate_nan(tile_inputs, tile, logits)
       logits = jnp.where(self.loader.visible(tile_inputs, tile), logits, -jnp.inf)
-    if slope is not None and of_mod is not None:
-      slope = slope * of_mod
-    return logits, Slopes(of_mod if slope is None else slope, of_mod)
+    return logits, slope

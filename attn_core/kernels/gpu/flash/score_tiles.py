@@ -35,47 +35,52 @@ class Modified(NamedTuple):
   """Scores after a score mod, of the tile's shape."""
 
   scores: jax.Array
-  slope: jax.Array | None  # their derivative; None: 1, or not asked for
+  slope: jax.Array | None  # a derivative of theirs; None: 1, or not asked for
 
 
 _ZERO = np.int32(0)
 _NOWHERE = mask_lib.Coordinates(_ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO)
-SCORES = -1  # derivatives by the scores, and not by the array of a number
+# Of derivatives that are not by an array of a number: by the scaled scores, or by the bias, which
+# is added after a soft cap of the call.
+SCORES, BIAS = -1, -2
 RUN_TOKENS = 128  # of which runs of positions are multiples, if there are several
 
 
 def apply(spec: AttentionSpec | PagedSpec, numbers: Numbers, scores: jax.Array, *,
-          by: int | None = None) -> Modified:
+          by: int | None = None, slope: jax.Array | None = None) -> Modified:
   """Returns float32 scores after the score mod of a spec.
 
   Args:
     spec: what is computed.
     numbers: those of the tile.
     scores: of the tile's shape.
-    by: of the derivative: the number of an array, or SCORES; None: no derivative.
+    by: of the derivative: the number of an array, SCORES or BIAS; None: no derivative.
+    slope: the derivative of `scores`; None: 1. The first operation multiplies it: kept until after
+      the last, it would take one register more for each pair of a thread.
   """
   term = _in_kernel(tables.as_added(score_mod.of_structure(spec.score_mod)), spec)
-  structure, adds = jax.tree.structure(term), term.is_additive
+  structure, of_scores = jax.tree.structure(term), by in (SCORES, BIAS)
 
-  def modify(scores: jax.Array, numbers: Numbers) -> jax.Array:
+  def modify(scores: jax.Array, numbers: Numbers, _: jax.Array | None) -> jax.Array:
     term: ScoreMod = jax.tree.unflatten(structure, numbers.arrays)
     return term.apply(scores, ScoreTile(_NOWHERE if numbers.at is None else numbers.at, 1))
 
-  def both(scores: jax.Array, numbers: Numbers) -> tuple[jax.Array, ...]:
+  def both(scores: jax.Array, numbers: Numbers,
+           slope: jax.Array | None) -> tuple[jax.Array, ...]:
     def of(x: jax.Array) -> jax.Array:
-      if by == SCORES:
-        return modify(x, numbers)
+      if of_scores:
+        return modify(x, numbers, None)
       arrays = tuple(x if n == by else y for n, y in enumerate(numbers.arrays))
-      return modify(scores, numbers._replace(arrays=arrays))
-    x = scores if by is None or by == SCORES else numbers.arrays[by]
-    return jax.jvp(of, (x,), (jnp.ones_like(x),))
+      return modify(scores, numbers._replace(arrays=arrays), None)
+    x = scores if by is None or of_scores else numbers.arrays[by]
+    return jax.jvp(of, (x,), (jnp.ones_like(x) if slope is None else slope,))
 
-  arguments = scores, numbers
-  is_one = by is None or by == SCORES and adds
+  arguments = scores, numbers, slope
+  is_one = by is None or of_scores and term.is_additive
   traced = jax.make_jaxpr(modify if is_one else both)(*arguments)
   found = operations.evaluate(
       traced.jaxpr, traced.consts, jax.tree.leaves(arguments), forms.binder(score_forms.FORMS))
-  return Modified(found[0], None if is_one else found[1])
+  return Modified(found[0], slope if is_one else found[1])
 
 
 def is_consecutive(spec: AttentionSpec | PagedSpec) -> bool:
@@ -149,15 +154,10 @@ def shifted(term: terms.Distance, values: jax.Array, bases: jax.Array,
     assert not at.run[0] % sizes.block_q and not at.run[1] % sizes.block_kv, (at.run, sizes)
   tile_rows = mosaic.WGMMA_ROWS if at.transposed else max(mosaic.WGMMA_ROWS, sizes.block_q // 2)
   # Row r, column j: the same number along every diagonal j - r.
-  diagonal = jnp.arange(1 - tile_rows, at.length, dtype=jnp.int32) - np.int32(at.offset)
-  step = np.int32(-at.runs.stride if at.transposed else at.runs.stride)
-  distance = step * diagonal[None, None] + bases[:, :, None]
-  index = jnp.clip(distance - np.int32(term.first), 0, values.shape[2] - 1)
-  rows, heads = np.broadcast_shapes(values.shape[:1], index.shape[:1]), values.shape[1]
-  line = jnp.take_along_axis(
-      jnp.broadcast_to(values.astype(jnp.float32), (*rows, *values.shape[1:])),
-      jnp.broadcast_to(index.reshape(index.shape[0], 1, -1), (*rows, heads, index[0].size)), 2)
-  line = line.reshape(*rows, heads, *index.shape[1:])
+  step = -at.runs.stride if at.transposed else at.runs.stride
+  lowest = 1 - tile_rows - at.offset
+  line = tables.along(values, term.first, bases, range(
+      step * lowest, step * (at.length - at.offset), step))
   found = jnp.stack([lax.slice_in_dim(line, start, start + at.length, axis=3)
                      for start in range(tile_rows - 1, -1, -1)], 2)
   return found.reshape(*found.shape[:3], -1)

@@ -50,6 +50,11 @@ class TileInputLoader(NamedTuple):
   group: int = 1  # G, query heads of a key head
   lists: tuple[ListBits, ...] = ()  # of the mask, in place of its lists, which `spec` lacks
 
+  @property
+  def distances(self) -> score_tiles.Distances:
+    """Where the numbers of a tile lie in tables by distance."""
+    return score_tiles.Distances(self.sizes, self.transposed, score_tiles.runs_of(self.spec))
+
   def pack(self, operands: Operands) -> TileInputs:
     """Returns the arrays padded to whole blocks, those of pairs transposed if tiles are."""
     sizes = self.sizes
@@ -74,8 +79,7 @@ class TileInputLoader(NamedTuple):
     pairs, found = traceable.by_pair(structure, operands.mods), tables.find(structure)
     def pack(n: int, x: jax.Array) -> jax.Array:
       if n in found:
-        bases = dense_operands.distances_of_runs(operands, self.spec, continued=False)
-        return score_tiles.shifted(found[n], x, bases, self._distances)
+        return score_tiles.shifted(found[n], x, bases_of(operands, self.spec), self.distances)
       return x if n in pairs else x.astype(jnp.float32)
     return [pack(n, x) for n, x in enumerate(
         evaluate.pad(structure, operands.mods, rows, columns))]
@@ -106,7 +110,7 @@ class TileInputLoader(NamedTuple):
     return load_pairs(tile_inputs.bias, tile, self.transposed).astype(jnp.float32)
 
   def modified(self, tile_inputs: TileInputs, tile: tile_lib.Tile, scores: jax.Array,
-               by: int | None) -> score_tiles.Modified:
+               by: int | None, slope: jax.Array | None) -> score_tiles.Modified:
     """Returns scores of the tile's shape after the score mod; see `score_tiles.apply`."""
     arrays = load_mods(self.spec.score_mod, tile_inputs.mods, tile, self.transposed,
                        lambda _, ref: self._by_distance(ref, tile))
@@ -114,7 +118,7 @@ class TileInputLoader(NamedTuple):
     if score_tiles.reads_positions(self.spec):
       mask, at = self.coordinates(tile_inputs, tile)
       at = dropout.move_to_positions(mask, at)
-    return score_tiles.apply(self.spec, score_tiles.Numbers(arrays, at), scores, by=by)
+    return score_tiles.apply(self.spec, score_tiles.Numbers(arrays, at), scores, by=by, slope=slope)
 
   def propagate_nan(self, tile_inputs: TileInputs, tile: tile_lib.Tile,
                     logits: jax.Array) -> jax.Array:
@@ -171,16 +175,17 @@ class TileInputLoader(NamedTuple):
     axis = self._axis(0 if role == mask_lib.QUERY else 1)
     return _vector(ref.at[row, pl.ds(start, length)], axis, self.shape(tile))
 
-  @property
-  def _distances(self) -> score_tiles.Distances:
-    return score_tiles.Distances(self.sizes, self.transposed, score_tiles.runs_of(self.spec))
-
   def _by_distance(self, ref: Ref, tile: tile_lib.Tile) -> jax.Array:
     """Returns the tile of `score_tiles.shifted`."""
     rows, columns = self.shape(tile)
-    start = self._distances.first_column(tile.query, tile.key)
+    start = self.distances.first_column(tile.query, tile.key)
     return mosaic.load(ref.at[_row(ref, 0, tile.batch), _row(ref, 1, tile.head), pl.ds(0, rows),
                               pl.ds(start, columns)], mosaic.TILE_LAYOUT)
+
+
+def bases_of(operands: Operands, spec: AttentionSpec) -> jax.Array:
+  """Returns the `bases` of `score_tiles.shifted`: int32 [B or 1, pairs of runs]."""
+  return dense_operands.distances_of_runs(operands, spec, continued=False)
 
 
 def load_mods(structure: jax.tree_util.PyTreeDef, mods: tuple[Ref, ...], tile: tile_lib.Tile,

@@ -187,6 +187,7 @@ def _requested(requested: BlockSizes, field: str, tuned: int, multiple: int, mos
 P_STAGES = 2  # of the pipeline of P between two warpgroups that share their keys
 # Registers per thread of the first of them, which exponentiates, and of the second.
 REGISTERS_SHARED = 248, 232
+REGISTERS_CROWDED = 256, 224  # where logits take the most registers
 # Tilings of the backward: larger width of keys and values -> tiling.
 # Of the kernel that sums over keys: (tokens of a block of keys, stages of (keys, values)).
 BACKWARD_QUERY = {64: (128, (2, 2)), 80: (128, (2, 2)), 96: (128, (2, 2)), 128: (128, (2, 2)),

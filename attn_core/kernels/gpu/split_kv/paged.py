@@ -91,7 +91,7 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
       query.dtype, widths, (1, page_size), quantized is not None, is_latent,
       None if rope is None else rope.dtype)
   if reason or quantized is None:
-    return reason or _unsupported_memory(query, cache, metadata, heads)
+    return reason or unsupported_memory(query, cache, metadata, heads, BlockSizes())
   assert cache.key_scales is not None
   number = 0
   if quantized.scale_kind == quantized_kv.TOKEN:
@@ -103,7 +103,7 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
     return (f"pages of {page_size} tokens with scales of {number} heads each: the kernel for "
             f"Hopper copies those of {quantized_kv.SCALE_HEADS} heads together, or of "
             f"{quantized_kv.SINGLE_HEAD_TOKENS} tokens of a single head{cure}")
-  return _unsupported_memory(query, cache, metadata, heads)
+  return unsupported_memory(query, cache, metadata, heads, BlockSizes())
 
 
 def unsupported_mod(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
@@ -126,10 +126,10 @@ def unsupported_mod(query: jax.Array, cache: Pages, metadata: layouts.PagesMetad
   return None
 
 
-def _unsupported_memory(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
-                        heads: layouts.Heads) -> str | None:
+def unsupported_memory(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
+                       heads: layouts.Heads, requested: BlockSizes) -> str | None:
   """Returns the reason if the results of all splits take too much memory."""
-  tiling = make_tiling(PagedOperands(query, cache, metadata), None, BlockSizes(), heads)
+  tiling = make_tiling(PagedOperands(query, cache, metadata), None, requested, heads)
   num_row_blocks = heads.key_heads * tiling.row_blocks * query_block_queue.capacity(
       query.shape[0], metadata.context_lens.shape[0], tiling.block_q)
   size = sum(4 * math.prod(x.shape)
@@ -160,6 +160,11 @@ def quantized_of(cache: Pages) -> quantized_kv.QuantizedKV | None:
       by_token and cache.key_scales.shape[2] == 1)
 
 
+def most_queries(latent: bool, group: int) -> int:
+  """Returns the queries of a block, of `group` heads each, whose keys are copied once."""
+  return max(1, split_kv.MAX_ROWS * (split_kv.MAX_CONSUMERS if latent else 1) // group)
+
+
 def make_tiling(operands: PagedOperands, spec: PagedSpec | None, requested: BlockSizes,
                 heads: layouts.Heads) -> Tiling:
   """Returns the division of a call into thread blocks.
@@ -177,8 +182,7 @@ def make_tiling(operands: PagedOperands, spec: PagedSpec | None, requested: Bloc
   block_q, _ = paged_operands.choose_block_sizes(
       operands, requested._replace(block_kv=None), group)
   if requested.block_q is None:
-    rows = split_kv.MAX_ROWS * (split_kv.MAX_CONSUMERS if latent else 1)
-    block_q = min(block_q, max(1, rows // group))
+    block_q = min(block_q, most_queries(latent, group))
   num_blocks = cdiv(operands.metadata.page_tables.shape[1] * page_size, split_kv.BLOCK_KV)
   params = split_kv.make_kernel_params(
       block_q * group, heads[1:], num_blocks, decode.split_blocks(requested),

@@ -99,13 +99,14 @@ class PagedTileInputLoader(NamedTuple):
     return seen if right is None else seen & (key <= query + right)
 
   def modified(self, tile_inputs: TileInputs, tile: PagedTile, scores: jax.Array,
-               by: int | None) -> score_tiles.Modified:
+               by: int | None, slope: jax.Array | None) -> score_tiles.Modified:
     """Returns scores of the tile's shape after the score mod; see `score_tiles.apply`."""
     found = tables.find(self.spec.score_mod)
     arrays = load_mods(self.spec.score_mod, tile_inputs.mods, tile.place, True,
                        lambda n, ref: self._by_distance(ref, tile, found[n].first))
     at = self._coordinates(tile_inputs, tile) if score_tiles.reads_positions(self.spec) else None
-    return score_tiles.apply(self.spec, score_tiles.Numbers(arrays, at), scores, by=by)
+    return score_tiles.apply(
+        self.spec, score_tiles.Numbers(arrays, at), scores, by=by, slope=slope)
 
   def _by_distance(self, ref: Ref, tile: PagedTile, first: int) -> jax.Array:
     """Returns the tile of `tables.lines`, [1, K, length, rows]."""

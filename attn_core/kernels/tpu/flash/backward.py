@@ -25,8 +25,8 @@ from attn_core.kernels.common.backward import complete_cotangents, finite_lse
 from attn_core.kernels.common.contract import (BackwardFn, BackwardResiduals, RemoteCopy,
                                                    Residuals)
 from attn_core.kernels.tpu.flash import (
-    call, key_sums, mod_sums, patterns as patterns_lib, row_sums, scalar_memory, schedule,
-    score_tiles, step_list, tile_inputs, tiling as tiling_lib)
+    call, depth_columns, key_sums, mod_sums, patterns as patterns_lib, row_sums, scalar_memory,
+    schedule, score_tiles, step_list, tile_inputs, tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.tile_inputs import Index, KernelRefs, TileIndex, TokenRange
 from attn_core.kernels.tpu.flash.tile_loop import (
     KernelParams, Strip, for_each_block, head_by_head, issue_ahead, loop, make_kernel_params)
@@ -324,8 +324,9 @@ class _BackwardStep(NamedTuple):
     key_head, keys, queries = params.key_head(tile), tile.keys.slice, tile.queries.slice
     query, d_out = (read(refs, tile.head, tile.queries) for read in (readers.query, readers.d_out))
     # 1. P = exp(logits - lse).
-    logits, pull = params.logits(refs, tile, scores, pulls=True,
-                                 wrt=tuple(self.of_mods.sums.kinds))
+    logits, pull = params.logits(
+        refs, tile, scores, pulls=True,
+        wrt=tuple(n for n in self.of_mods.sums.kinds if n != self.slopes))
     assert pull is not None
     weights = jnp.exp2(logits * params.unit - lse[0, tile.head, :, queries])
     weights = params.hide(refs, tile, masked, weights, 0.0)
@@ -341,5 +342,25 @@ class _BackwardStep(NamedTuple):
     num_blocks, block = params.tiling.blocks_of_range, tile.grid.query_block
     if params.tiling.num_ranges > 1:
       block = lax.rem(block, jnp.int32(num_blocks))
-    d_query[tile.head * num_blocks + block, :, queries] += params.dot(
-        readers.key(refs, key_head, tile.keys), d_scores, ((0,), (0,)))
+    place = tile.head * num_blocks + block, slice(None), queries
+    before = d_query[place]
+    of_queries, d_slopes = self.product_with_keys(
+        tile, readers.key(refs, key_head, tile.keys), d_scores)
+    d_query[place] = before + of_queries
+    self.of_mods.sums.add(refs, self.of_mods.refs, tile, d_slopes)
+
+  @property
+  def slopes(self) -> int | None:
+    """The array of the score mod that is in the products of keys and queries, if it is wanted."""
+    mod = self.params.mod
+    return mod.in_product if mod is not None and mod.in_product in self.of_mods.sums.kinds else None
+
+  def product_with_keys(self, tile: TileIndex, key: jax.Array,
+                        d_scores: jax.Array) -> tuple[jax.Array, score_tiles.Arrays]:
+    """Returns K^T dS [D, queries] of a tile, and the cotangents of `slopes`, by a few more rows."""
+    params = self.params
+    if self.slopes is None or params.mod is None:
+      return params.dot(key, d_scores, ((0,), (0,))), {}
+    rows = jnp.concatenate([key.T, depth_columns.rows_of_keys(tile.keys.length)], 0)
+    of_queries, sums = jnp.split(params.dot(rows, d_scores), (key.shape[1],))
+    return of_queries, {self.slopes: params.mod.d_slopes(self.refs, tile, sums)}

@@ -14,6 +14,10 @@ holds exactly, and powers of two times these; products are added in float32:
 
 Of the four lanes of a number three meet the parts of a slope, and one meets 0. Columns of queries
 are made once for all steps of their heads, those of keys when a tile reads them.
+
+The cotangent of a slope, the sum of dS * (key - query), takes three more rows of K^T in the product
+K^T dS of the backward: the numbers of the keys in two parts, and ones. It is then as exact as the
+cotangents of queries and keys, for which dS is rounded to 16 bits as well.
 """
 
 from typing import Callable, NamedTuple
@@ -108,6 +112,17 @@ class SlopeColumns(NamedTuple):
       first = _number(tile.keys.start + start)
       found.append(places[...] + _tall(jnp.where(group == _KEY_HIGH, first, row)))
     return jnp.concatenate(found, 0)
+
+
+def rows_of_keys(keys: int) -> jax.Array:
+  """Returns bfloat16 [ROWS, keys], of which two rows sum up to the number of a key, and one is 1.
+
+  Their product with cotangents of scores gives that of the slopes; see `ModReader.d_slopes`.
+  """
+  row, key = (lax.broadcasted_iota(jnp.int32, (ROWS, keys), axis) for axis in (0, 1))
+  low = key & ((1 << BITS) - 1)
+  found = jnp.where(row == 0, low, jnp.where(row == 1, key - low, jnp.where(row == 2, 1, 0)))
+  return found.astype(jnp.float32).astype(jnp.bfloat16)
 
 
 def _number(x: Index) -> jax.Array | float:

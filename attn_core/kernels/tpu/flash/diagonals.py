@@ -26,6 +26,7 @@ from attn_core.kernels.tpu.flash.schedule import LANES, Tiling
 from attn_core.kernels.tpu.flash.tile_inputs import (
     GridIndex, Index, KernelRefs, Ref, TileIndex, TileInputs)
 from attn_core.masks import block_map, mask as mask_lib, position_range
+from attn_core.score_mods import tables
 from attn_core.types import cdiv
 
 SUBLANES = 8
@@ -56,45 +57,9 @@ def rows_of(values: jax.Array, first: int, base: jax.Array, stride: int,
     stride: the distance of neighbors in a run.
     tiling: blocks and tiles.
   """
-  rows = []
-  for n in range(base.shape[1]):
-    found, start, at = values, first, base[:, n]
-    if stride > 1:
-      found, start, at = _strided(values, first, at, stride)
-    rows.append(_row_of(found, start, at, tiling))
-  return jnp.stack(rows, 2)
-
-
-def _strided(values: jax.Array, first: int, base: jax.Array,
-             stride: int) -> tuple[jax.Array, int, jax.Array]:
-  """Returns (values, first, base) where distances count strides; see `rows_of`, base is [B or 1].
-
-  The first and the last of the values are beyond the ends of those given.
-  """
-  heads, count = values.shape[1:]
-  number = cdiv(count - 1, stride) + 2
-  padded = jnp.pad(values, ((0, 0), (0, 0), (stride, number * stride - count)), mode="edge")
-  whole, rest = jnp.divmod(base - first, stride)
-  found = _slices(padded, rest, number * stride)
-  return found.reshape(found.shape[0], heads, number, stride)[..., 0], -1, whole
-
-
-def _row_of(values: jax.Array, first: int, base: jax.Array, tiling: Tiling) -> jax.Array:
-  """Returns a row of `rows_of`, [B or 1, H or 1, length], for base [B or 1] and a stride of 1."""
-  size, count = length(tiling), values.shape[2]
-  # Slices instead of look-ups, so that the derivative adds no numbers one by one.
-  padded = jnp.pad(values[:, :, ::-1].astype(jnp.float32), ((0, 0), (0, 0), (size, size)),
-                   mode="edge")
-  start = jnp.clip(size + count - 1 - tiling.padded_keys + first - base, 0, size + count)
-  return _slices(padded, start, size)
-
-
-def _slices(x: jax.Array, starts: jax.Array, size: int) -> jax.Array:
-  """Returns x[b, :, starts[b]:starts[b] + size], for x and starts of B or 1 batch rows."""
-  if starts.shape[0] == 1:
-    return lax.dynamic_slice_in_dim(x, starts[0], size, 2)
-  cut = lambda x, start: lax.dynamic_slice_in_dim(x, start, size, 1)
-  return jax.vmap(cut, (0 if x.shape[0] > 1 else None, 0))(x if x.shape[0] > 1 else x[0], starts)
+  greatest = tiling.padded_keys
+  return tables.along(values, first, base, range(
+      stride * greatest, stride * (greatest - length(tiling)), -stride))
 
 
 def ends(first: int, count: int, base: int, tiling: Tiling) -> tuple[int, int]:
@@ -214,16 +179,26 @@ def band_of(mask: mask_lib.Mask, tiling: Tiling, arrays: int,
     arrays: how many arrays by distance there are.
     of_tables: `ends` of all of them together; None: they are not known.
   """
+  first, count, stands_for = different(mask, tiling, of_tables)
+  if keeps_all(count, tiling, arrays):
+    return Band(tiling, first, count, stands_for)
+  return Band(tiling, None, step_count(tiling))
+
+
+def different(mask: mask_lib.Mask, tiling: Tiling,
+              of_tables: tuple[int, int] | None) -> tuple[int, int, tuple[bool, bool]]:
+  """Returns (first, count) of the diagonals that a mask may show and that differ, and `stands_for`.
+
+  Args:
+    mask, tiling, of_tables: as in `band_of`.
+  """
   first, count = visible(mask, tiling)
   last, stands_for = first + count - 1, (False, False)
   if of_tables is not None:
     least, most = of_tables
     stands_for = first <= least, last >= most
     first, last = (min(max(x, least), most) for x in (first, last))
-  count = last - first + 1
-  if keeps_all(count, tiling, arrays):
-    return Band(tiling, first, count, stands_for)
-  return Band(tiling, None, step_count(tiling))
+  return first, last - first + 1, stands_for
 
 
 def keeps_all(count: int, tiling: Tiling, arrays: int) -> bool:

@@ -5,7 +5,8 @@
 A number for each query is a sum over keys, and so is that of an array with one for each row or head
 or one at all, which XLA adds up further. A number for each key is a sum over queries, a number for
 each distance one over diagonals. The sums of a batch row and of the heads of a step stay in vector
-memory until all steps have added to them.
+memory until all steps have added to them. Those of slopes that are in the products of keys and
+queries come from the product K^T dS, with the numbers of the keys as two more rows of K^T.
 """
 
 import functools
@@ -64,9 +65,11 @@ class ModSums(NamedTuple):
 
   def add(self, refs: KernelRefs, outputs: tuple[Ref, ...], tile: TileIndex,
           d_arrays: score_tiles.Arrays) -> None:
-    """Adds the cotangents of one tile, [1, queries] or [keys, queries]."""
+    """Adds cotangents of one tile, of some or all arrays: [1, queries] or [keys, queries]."""
     grid, tiling = tile.grid, self.tiling
     for (number, kind), ref in zip(self.kinds.items(), outputs, strict=True):
+      if number not in d_arrays:
+        continue
       x = d_arrays[number]
       if kind == DISTANCE:
         diagonals.add_tile(self.band, self._tiles(refs, number), tile, x)

@@ -59,8 +59,8 @@ class Tiling(NamedTuple):
   # forward, of `head_parts` in the backward.
   halves: int = 1
   runs: tuple[int, int] = (1, 1)  # of positions of queries and of keys, for numbers by distance
-  # Block diagonals that the mask may show, for numbers by distance; 0: there are none.
-  block_diagonals: int = 0
+  by_distance: tuple[int, ...] = ()  # arrays of the score mod that are tables by distance
+  block_diagonals: int = 0  # that differ in these arrays, and that the mask may show
 
   @property
   def layout(self) -> listed.Layout:

@@ -39,6 +39,7 @@ class ModReader(NamedTuple):
   by_distance: tuple[diagonals.Diagonals, ...]
   factor: float  # of the scores before and after; not 1 where the term adds to them only
   columns: depth_columns.SlopeColumns | None  # of a term that scores have already
+  in_product: int | None  # the array of that term
 
   def prepare(self, refs: KernelRefs, grid: GridIndex, kinds: jax.Array) -> None:
     """Makes what tiles read by distance, and columns."""
@@ -60,13 +61,25 @@ class ModReader(NamedTuple):
     """Returns scores [keys, queries] after the score mod."""
     return self._apply(refs, tile, scores, self._read(refs, tile), False)
 
+  def _positions(self, refs: KernelRefs, tile: TileIndex) -> mask_lib.Coordinates:
+    return evaluate.move_to_positions(*self.mask.coordinates(refs, tile))[0]
+
+  def d_slopes(self, refs: KernelRefs, tile: TileIndex, sums: jax.Array) -> jax.Array:
+    """Returns cotangents of the slopes of `columns`, one for each query, from those of a tile.
+
+    Args:
+      refs, tile: as in `apply`.
+      sums: the product of `depth_columns.rows_of_keys` and the cotangents of the scores.
+    """
+    of_numbers = sums[:1] + sums[1:2]
+    return of_numbers + sums[2:3] * _distances_of_first_key(self._positions(refs, tile))
+
   def _read(self, refs: KernelRefs, tile: TileIndex) -> list[jax.Array]:
     return [reader(refs, tile).astype(jnp.float32) for reader in self.readers]
 
   def _apply(self, refs: KernelRefs, tile: TileIndex, scores: jax.Array,
              arrays: list[jax.Array], pulls_back: bool) -> jax.Array:
-    mask, at = self.mask.coordinates(refs, tile)
-    at, _ = evaluate.move_to_positions(mask, at)
+    at = self._positions(refs, tile)
     # A function may compute what the scalar unit cannot.
     batch, head = (jnp.full((1, 1), x, jnp.int32) for x in (at.batch, at.head))
     term: ScoreMod = jax.tree.unflatten(self.structure, arrays)
@@ -122,7 +135,8 @@ def mod_reader(inputs: tile_inputs.TileInputs, operands: Operands, spec: Attenti
     else:
       readers.append(inputs.add_per_pair(x))
   structure = jax.tree.structure(_in_kernel(term, spec, in_product))
-  return ModReader(structure, tuple(readers), mask, tuple(by_distance), factor, columns)
+  return ModReader(structure, tuple(readers), mask, tuple(by_distance), factor, columns,
+                   in_product)
 
 
 def _scaled(read: tile_inputs.Reader, factor: float) -> tile_inputs.Reader:
@@ -137,6 +151,13 @@ def band_of(operands: Operands, spec: AttentionSpec, tiling: Tiling) -> diagonal
     return diagonals.Band(tiling, 0, 0)
   return diagonals.band_of(dense_operands.mask_of(operands, spec), tiling, len(found),
                            _ends(found, operands, spec, tiling))
+
+
+def num_diagonals(operands: Operands, spec: AttentionSpec, tiling: Tiling) -> int:
+  """Returns how many block diagonals of a call differ; 0: it has no tables by distance."""
+  found = terms_by_distance(spec)
+  return diagonals.different(dense_operands.mask_of(operands, spec), tiling,
+                             _ends(found, operands, spec, tiling))[1] if found else 0
 
 
 def _ends(found: dict[int, ScoreMod], operands: Operands, spec: AttentionSpec,
@@ -220,8 +241,9 @@ def _in_kernel(term: ScoreMod, spec: AttentionSpec, in_product: int | None) -> S
   if isinstance(term, terms.Distance) and _runs(spec):
     return terms.Add(term.values)
   if isinstance(term, terms.Slope) and _is_consecutive(spec):
-    form = _InProduct if term.slopes == in_product else _Ramp
-    return terms.Add(term.slopes) if term.symmetric else form(term.slopes)
+    if term.slopes == in_product:
+      return _InProduct(term.slopes)
+    return terms.Add(term.slopes) if term.symmetric else _Ramp(term.slopes)
   return term
 
 
@@ -233,39 +255,30 @@ class _Ramp(terms.PositionTerm):
   roles = {"slopes": score_mod.PAIR}
 
   def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
-    return self.add(score, *self.ramp(score, tile))
-
-  def add(self, score: jax.Array, of_keys: jax.Array, of_queries: jax.Array) -> jax.Array:
-    """Returns the score with both parts of the term."""
-    return score + of_keys + of_queries
-
-  def ramp(self, score: jax.Array, tile: ScoreTile) -> tuple[jax.Array, jax.Array]:
-    """Returns the numbers of keys, [keys, queries], and of queries, [1, queries]."""
     keys, queries = score.shape
     key = lax.broadcasted_iota(jnp.int32, (keys, LANES), 0).astype(jnp.float32)
-    first = (tile.at.key_position[:1] - tile.at.query_position[:1]).astype(jnp.float32)
+    first = _distances_of_first_key(tile.at)
     wide = jnp.broadcast_to(self.slopes, (1, max(LANES, self.slopes.shape[1])))
     of_keys = [wide[:, :LANES] * key] * (queries // LANES) if self.slopes.shape[1] == 1 else [
         x * key for x in jnp.split(wide, queries // LANES, 1)]
-    return jnp.concatenate(of_keys, 1), self.slopes * first
+    ramp = jnp.concatenate(of_keys, 1), self.slopes * first  # of keys, and of queries
+    return score + ramp[0] + ramp[1]
 
 
-@jax.custom_vjp
-def _already_added(score: jax.Array, of_keys: jax.Array, of_queries: jax.Array) -> jax.Array:
-  """Returns a score that is a sum with the other two, whose cotangents are those of a sum."""
-  del of_keys, of_queries
-  return score
-
-
-_already_added.defvjp(lambda *x: (x[0], None), lambda _, d: (d, d, d.sum(0, keepdims=True)))
+def _distances_of_first_key(at: mask_lib.Coordinates) -> jax.Array:
+  """Returns the position of a tile's first key minus those of queries, float32 [1, queries]."""
+  return (at.key_position[:1] - at.query_position[:1]).astype(jnp.float32)
 
 
 @value_dataclass
-class _InProduct(_Ramp):
-  """The term of `_Ramp`, which scores have already by `depth_columns.SlopeColumns`."""
+class _InProduct(terms.PositionTerm):
+  """A term that scores have already, and whose cotangent comes from another product."""
 
-  def add(self, score: jax.Array, of_keys: jax.Array, of_queries: jax.Array) -> jax.Array:
-    return _already_added(score, of_keys, of_queries)
+  slopes: jax.Array
+  roles = {"slopes": score_mod.PAIR}
+
+  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
+    return score
 
 
 def own_names(operands: Operands, spec: AttentionSpec) -> tuple[str, ...]:
@@ -274,25 +287,19 @@ def own_names(operands: Operands, spec: AttentionSpec) -> tuple[str, ...]:
   return tuple(name for n, name in enumerate(mod_names(operands)) if n not in others)
 
 
-def num_by_distance(operands: Operands) -> int:
-  """Returns how many arrays of the score mod may be numbers by distance, from their shapes."""
-  return sum(_may_be_by_distance(x) for x in operands.mods)
-
-
-def _may_be_by_distance(x: jax.Array) -> bool:
-  return x.ndim == 3 or x.ndim == 4 and scalar_memory.is_per_head(x)
-
-
 def needed_vmem(tiling: Tiling, operands: Operands, backward: bool) -> int:
-  """Estimates the bytes of vector memory of numbers by distance and of sums of cotangents."""
+  """Estimates the bytes of vector memory of what is read by distance, and of sums of cotangents."""
   heads, pairs, size = tiling.query_heads, math.prod(tiling.runs), 0
-  keeps_all = diagonals.keeps_all(tiling.block_diagonals, tiling, num_by_distance(operands))
+  keeps_all = diagonals.keeps_all(tiling.block_diagonals, tiling, len(tiling.by_distance))
   tiles = tiling.block_diagonals if keeps_all else diagonals.step_count(tiling)
-  for x in operands.mods:
-    if _may_be_by_distance(x):
+  for n, x in enumerate(operands.mods):
+    if n in tiling.by_distance:
       for count in (heads if x.shape[1] > 1 else 1, heads)[:1 + backward]:
         row = 2 * count * diagonals.length(tiling)
         size += pairs * (row + tiles * heads * LANES**2)
-    elif backward:
+      continue
+    if scalar_memory.is_per_head(x):  # perhaps a slope
+      size += heads * tiling.block_q * depth_columns.WIDTH // 2
+    if backward:
       size += 2 * heads * max(tiling.padded_queries, tiling.padded_keys)
   return 4 * size

@@ -19,7 +19,7 @@ from typing import Iterator
 import jax
 
 from attn_core.kernels.common import listed
-from attn_core.kernels.tpu.flash import diagonals, scalar_memory, score_tiles
+from attn_core.kernels.tpu.flash import scalar_memory, score_tiles
 from attn_core.kernels.tpu.flash.schedule import LANES, MEBIBYTE, Tiling, round_up
 from attn_core.masks import leaves, mask as mask_lib, position_range
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
@@ -104,7 +104,7 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
   while True:
     if isinstance(mask, mask_lib.Full):
       rows = cdiv(queries, cdiv(queries, rows))  # equal blocks, because no tile can be skipped
-    tiling = _tiling(operands, mask, wanted_q or rows, wanted_kv or columns, tile, group)
+    tiling = _tiling(operands, spec, wanted_q or rows, wanted_kv or columns, tile, group)
     tiling = _with_ranges(tiling, operands, requested, backward)
     for several in [tiling] if small else _with_heads(
         tiling, operands, requested, backward, most_heads):
@@ -133,13 +133,12 @@ def _with_short_schedule(tiling: Tiling, operands: Operands, spec: AttentionSpec
   Returns:
     A tiling that fits in vector memory, whose schedule fits if larger blocks make it fit.
   """
-  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
   fixed_q, fixed_kv = (
       getattr(requested, f"{name}_backward" if backward else name) is not None
       for name in ("block_q", "block_kv"))
   while not scalar_memory.fits(operands, spec, tiling, by_keys=backward):
     q, kv = tiling.block_q, tiling.block_kv
-    larger = [_with_ranges(_tiling(operands, mask, rows, columns, tile, tiling.group), operands,
+    larger = [_with_ranges(_tiling(operands, spec, rows, columns, tile, tiling.group), operands,
                            requested, backward)
               for rows, columns, grows in ((2 * q, kv, not fixed_q and q < tiling.query_length),
                                            (q, 2 * kv, not fixed_kv and kv < tiling.key_length))
@@ -191,9 +190,10 @@ def _step_heads(operands: Operands, rows: int, most_rows: int, fixed: bool,
   return heads, rows_of(heads)
 
 
-def _tiling(operands: Operands, mask: mask_lib.Mask, rows: int, columns: int, tile: int,
+def _tiling(operands: Operands, spec: AttentionSpec, rows: int, columns: int, tile: int,
             group: int) -> Tiling:
   """Rounds blocks to lanes and divides them into tiles."""
+  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
   queries, keys = operands.query.shape[1], operands.key.shape[1]
   block_q, block_kv = _within_lists(mask, (queries, keys), (rows, columns))
   tile_q, tile_kv = _tile(block_q, tile), _tile(block_kv, tile)
@@ -207,9 +207,8 @@ def _tiling(operands: Operands, mask: mask_lib.Mask, rows: int, columns: int, ti
     tile_q, tile_kv = larger
   found = Tiling(queries, keys, block_q, block_kv, tile_q, tile_kv, group,
                  head_parts=_group(operands) // group, runs=score_tiles.runs_of(operands, mask))
-  if score_tiles.num_by_distance(operands):
-    found = found._replace(block_diagonals=diagonals.visible(mask, found)[1])
-  return found
+  return found._replace(by_distance=tuple(score_tiles.terms_by_distance(spec)),
+                        block_diagonals=score_tiles.num_diagonals(operands, spec, found))
 
 
 def _within_lists(mask: mask_lib.Mask, lengths: tuple[int, int],
@@ -351,7 +350,10 @@ def vmem_limit(requested: BlockSizes, tiling: Tiling, operands: Operands, *, bac
         f"block_sizes: blocks of {tiling.block_q} queries times {tiling.query_heads} heads and "
         f"{tiling.block_kv} keys need about {needed / MEBIBYTE:.0f} MiB of vector memory; expected "
         f"at most {most / MEBIBYTE:.3g}: give smaller block_q and block_kv")
-  return max(LEAST_VMEM, int(SLACK * needed)) if limit is None else limit
+  if limit is not None:
+    return limit
+  exact = score_tiles.needed_vmem(tiling, operands, backward)  # arrays, and no values of a tile
+  return max(LEAST_VMEM, int(SLACK * (needed - exact)) + exact)
 
 
 def _per_pair(operands: Operands) -> Iterator[tuple[jax.Array, int]]:

@@ -33,6 +33,8 @@ MOST_TILES = 31  # of a block and a head group: bits of `row_tiles.Kinds`
 FEW_ROWS = 64  # rows of a key head: up to here keys and values stay in the matrix units
 FEW_ROWS_LATENT = 256  # the same of latent rows, which are whole where they are stored
 LATENT_PIECE = 512  # latent rows of a piece, see `StepShape.pieces`; twice for more than FEW_ROWS
+MOST_SCORES = 2**19  # of a block and a head group of latent rows, or of a dense cache
+OVERFLOWED = 2**31 - 1  # `Steps.row_begin` of rows of a cache that had no place for new tokens
 MOST_DRAFTS = 32  # new tokens of a request that form a tree: bits of a number
 FEW_HEADS = 1  # key heads, see `StepShape.starts_between`
 FEW_ROWS_GROUPS = 8  # head groups that are unrolled, with few rows
@@ -73,6 +75,10 @@ class StepShape(NamedTuple):
   mask_heads: bool = False  # whether the mask has rows for every query head
   one_block: bool = False  # whether a step has all queries of its request, from the first one on
   row_groups: int = 1  # head groups that the rows of latent rows form, see `decode`
+  # Whether few rows come without padding and with infinities, and the kernel writes those of the
+  # next step as they are read while it computes one; and whether they come transposed.
+  raw_rows: bool = False
+  transposed_rows: bool = False
 
   @property
   def head_rows(self) -> int:
@@ -127,9 +133,15 @@ class StepShape(NamedTuple):
     """Parts of a block that few rows are computed for one after the other; None: the block."""
     if not self.layout.latent:
       return [None]
-    size = LATENT_PIECE if self.group_rows <= FEW_ROWS else 2 * LATENT_PIECE
+    size = self._piece_tokens
     return [slice(first, min(first + size, self.layout.block_kv))
             for first in range(0, self.layout.block_kv, size)]
+
+  @property
+  def _piece_tokens(self) -> int:
+    """Latent rows of a piece."""
+    size = LATENT_PIECE if self.group_rows <= FEW_ROWS else 2 * LATENT_PIECE
+    return min(size, self.layout.block_kv)
 
   @property
   def starts_between(self) -> bool:
@@ -160,7 +172,13 @@ class StepShape(NamedTuple):
     # them still have 32 bits.
     heads = self.group_heads * (self.unrolled_groups if self.few_rows else 2)
     read = 2 * self.layout.block_kv * width
-    values = read * heads * size + (read * self.group_heads * 8 if self.few_rows else 0)
+    some = read
+    if self.few_rows and self.layout.latent and size == 2:
+      # Latent rows of 16 bits are operands where they are, those of 8 are converted piece by piece,
+      # and those of 32 are split into parts of 16 bits as a whole.
+      some = 2 * self._piece_tokens * width
+      read = some if self.layout.rest_dtype is None else read
+    values = read * heads * size + (some * self.group_heads * 8 if self.few_rows else 0)
     if self.row_pages:
       # `token_kernel` copies queries and results. In vector memory, the query heads of a key head
       # are rows of tiles; and rows are kept twice.
@@ -184,6 +202,7 @@ class LogitsSpec(NamedTuple):
   mods: ModForm | None = None  # the score mod, which follows the soft cap
   scope: Scope = Scope.ALL  # the tokens of a request that count
   drafts: int = 0  # rows of a request in `KernelRefs.drafts`; 0: new tokens follow one another
+  of_cache: bool = False  # whether steps are those of `cache_rows`
 
   @property
   def _is_scaled(self) -> bool:
@@ -232,11 +251,12 @@ class LogitsSpec(NamedTuple):
 class KernelInputs(NamedTuple):
   """Arrays that the kernel reads."""
 
-  steps: jax.Array  # int32 [fields of `Steps`, num_steps]
+  # (int32 [fields of `Steps`, num_steps],), or what `cache_rows.numbers` returns
+  steps: tuple[jax.Array, ...]
   num_live: jax.Array  # int32 [n]: the last is the number of steps that compute anything
   tables: jax.Array  # int32 [rows * row_pages]: pages of the rows
   tensor_scales: jax.Array | None  # float32 [2]: scales of all keys and of all values
-  rows: jax.Array  # queries [num_steps, head_groups, group_rows, D]
+  rows: jax.Array  # queries [num_steps, head_groups, group_rows, D], see `StepShape.raw_rows`
   # [rows, mask_rows, keys], 1: visible; bfloat16, or float32 if it is one row; None: by positions
   mask: jax.Array | None
   tokens: tuple[jax.Array, ...]  # keys, values and scales; see `KVLayout`
@@ -264,6 +284,10 @@ class KernelRefs(NamedTuple):
   # Of each new token of each request, int32 [requests * spec.drafts] in scalar memory: which new
   # tokens it sees, one bit for each; with a window also how many of them it follows. Or empty.
   drafts: Sequence[Ref] = ()
+  # With `StepShape.raw_rows`: the rows of the first step and of the next one, and places for those
+  # of two steps as they are read.
+  raw: Sequence[Ref] = ()
+  cache_rows: Sequence[Ref] = ()  # with `LogitsSpec.of_cache`, see `cache_rows.numbers`
 
 
 def split(refs: Sequence[Ref], counts: Sequence[int]) -> list[Sequence[Ref]]:

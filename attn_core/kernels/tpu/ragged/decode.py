@@ -4,8 +4,9 @@
 
 Every batch row is one step of the ragged kernel; a page is some consecutive tokens of it, and only
 those from the first to the last key that any of its queries sees are read. The mask comes as a
-boolean array, which is small compared to keys and values. The result of a row has the same bits in
-any batch: its blocks begin at multiples of their size, and depend on nothing else.
+boolean array, which is small compared to keys and values; or it follows from the rows of a cache,
+see `cache_rows`. The result of a row has the same bits in any batch: its blocks begin at multiples
+of their size, and depend on nothing else.
 """
 
 import functools
@@ -19,7 +20,7 @@ from jax.typing import DTypeLike
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.kernels.tpu import launch
-from attn_core.kernels.tpu.ragged import common, kernel, row_mods
+from attn_core.kernels.tpu.ragged import cache_rows, common, kernel, row_mods
 from attn_core.kernels.tpu.ragged.kv_layout import (
     LANES, SUBLANES, KVLayout, is_heads_major, whole_tile)
 from attn_core.kernels.tpu.ragged.mod_form import ModInputs
@@ -32,7 +33,6 @@ BLOCK_KV = 1024  # tokens of a block; a multiple of LANES, as all are
 LATENT_BLOCK_KV = 4096  # of latent rows, of which there is one for all heads
 BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and as words
 MASK_ROWS = 16  # rows of the mask are padded to a multiple: a tile of bfloat16
-MOST_SCORES = 2**19  # of a block and a head group
 MOST_QUERIES = 64  # per batch row, T
 MOST_LATENT_ROWS = 1024  # pairs of a query and a query head of latent rows, beyond a few queries
 MOST_PAIR_ROWS = 512  # pairs of a query and a query head with numbers for every key
@@ -49,17 +49,29 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   group_size, layout = heads // key_heads, _make_layout(
       operands.query, operands.key, operands.value, block_sizes,
       (operands.key_scale is not None, spec.latent_width))
-  shape = _step_shape(layout, operands.query)
-  mask, mask_heads, steps = _make_steps(operands, spec, shape)
-  shape = shape._replace(mask_rows=mask.shape[1], mask_heads=mask_heads)
+  shape, rows_of_cache = _step_shape(layout, operands.query), operands.mask.rows
+  sides = cache_rows.window_of(operands, spec) if _computes_masks(shape, spec) else None
+  mask: jax.Array | None = None
+  steps: tuple[jax.Array, ...]
+  if sides is not None and rows_of_cache is not None:
+    steps = cache_rows.numbers(rows_of_cache)
+  else:
+    mask, mask_heads, stacked = _make_steps(operands, spec, shape)
+    shape, steps = shape._replace(mask_rows=mask.shape[1], mask_heads=mask_heads), (stacked,)
   # 2. The rows of every step: [batch, key_heads, block_q, group_size, width] in head groups.
-  rows = nonfinite.infinite_to_nan(operands.query)
+  if layout.latent and spec.row_width and shape.few_rows and shape.row_groups == 1:
+    shape = shape._replace(raw_rows=True, transposed_rows=_comes_transposed(shape, spec.row_width))
+    rows, width = operands.query[..., :spec.row_width], spec.row_width
+  else:
+    rows = nonfinite.infinite_to_nan(operands.query)
   rows = dense_operands.pad_axis(rows, 1, shape.block_q - length)
   rows = rows.reshape(batch, shape.block_q, key_heads, group_size, width)
   rows = rows.transpose(0, 2, 1, 3, 4).reshape(batch, shape.head_groups, shape.group_rows, width)
+  rows = rows.swapaxes(2, 3) if shape.transposed_rows else rows
   mods = _mod_inputs(operands, spec, shape) if spec.has_score_mod else None
-  logits_spec = common.LogitsSpec(spec.softmax_scale, spec.logits_soft_cap, None, None,
-                                  spec.precision, mods and mods.form)
+  logits_spec = common.LogitsSpec(
+      spec.softmax_scale, spec.logits_soft_cap, *(sides or (None, None)), spec.precision,
+      mods and mods.form, of_cache=sides is not None)
   count = jnp.full((1,), batch, jnp.int32)
   # 3. The kernel.
   out, lse = kernel.attend(logits_spec, shape, common.KernelInputs(
@@ -72,7 +84,26 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   sinks = None if operands.sinks is None else operands.sinks[:, None, :, None]
   out, lse = online_softmax.join_sinks(from_rows(out)[..., :spec.latent_width], from_rows(lse),
                                        sinks)
-  return Residuals(out, lse[..., 0].swapaxes(1, 2))
+  lse = lse[..., 0].swapaxes(1, 2)
+  if rows_of_cache is not None and sides is None:
+    nan = lambda x: jnp.where(
+        rows_of_cache.overflow.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
+    out, lse = nan(out), nan(lse)
+  return Residuals(out, lse)
+
+
+def _computes_masks(shape: common.StepShape, spec: AttentionSpec) -> bool:
+  """Returns whether the kernel may find out by itself which keys of a cache are seen."""
+  return shape.few_rows and shape.row_groups == 1 and not spec.has_score_mod
+
+
+def _comes_transposed(shape: common.StepShape, width: int) -> bool:
+  """Returns whether XLA stores an array [B, 1, H, width] with its heads along the lanes.
+
+  It does for arguments of a program, where less of the tiles is padding then.
+  """
+  return shape.block_q == 1 and shape.head_groups == 1 and (
+      shape.group_rows % LANES == 0 and width % LANES != 0)
 
 
 def _latent_groups(length: int, heads: int) -> tuple[int, int]:
@@ -109,7 +140,7 @@ def _make_layout(query: ShapedArray, key: ShapedArray, value: ShapedArray,
     padded, groups = _latent_groups(length, heads)
     rows = padded * heads // groups
   lanes = cdiv(rows, LANES) * LANES
-  block_kv = min(block_kv, max(1, MOST_SCORES // lanes // LANES) * LANES)
+  block_kv = min(block_kv, max(1, common.MOST_SCORES // lanes // LANES) * LANES)
   scales = "token" if has_scales else None
   if latent_width is not None:
     page = _latent_page(key, value)

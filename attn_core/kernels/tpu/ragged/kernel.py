@@ -21,7 +21,8 @@ from jax.typing import DTypeLike
 
 from attn_core.kernels.common import online_softmax
 from attn_core.kernels.tpu import launch
-from attn_core.kernels.tpu.ragged import common, row_mods, update_few_rows, update_many_rows
+from attn_core.kernels.tpu.ragged import (
+    cache_rows, common, row_mods, update_few_rows, update_many_rows)
 from attn_core.kernels.tpu.ragged.common import (
     Index, KernelInputs, KernelRefs, LogitsSpec, Ref, StepShape, Steps)
 from attn_core.kernels.tpu.ragged.kv_layout import (
@@ -36,7 +37,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   Args:
     spec: what is computed.
     shape: static shape of a step.
-    inputs: the arrays; `inputs.rows` is [num_steps, head_groups, group_rows, D].
+    inputs: the arrays.
     out_dtype: of out.
 
   Returns:
@@ -45,14 +46,18 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   """
   shape = shape._replace(layout=shape.layout.at_run_time())
   rows, layout = inputs.rows, shape.layout
+  # Rows that are prepared a step ahead: those of the first step, and of the next one.
+  queries = [rows, rows] if shape.raw_rows else [rows]
   num_steps, width = rows.shape[0], layout.widths[-1]
-  chex.assert_shape(rows, (num_steps, shape.head_groups, shape.group_rows, None))
+  chex.assert_shape(rows, (num_steps, shape.head_groups, *(
+      (None, shape.group_rows) if shape.transposed_rows else (shape.group_rows, None))))
   chex.assert_rank(inputs.num_live, 1)
-  chex.assert_shape(inputs.steps, (len(Steps._fields), num_steps))
+  chex.assert_shape(inputs.steps, (
+      (num_steps,) if spec.of_cache else (len(Steps._fields), num_steps)))
   chex.assert_rank(inputs.tables, 1)
   # 1. Inputs.
-  scalars = [x for x in (inputs.steps, inputs.num_live, inputs.tables, inputs.tensor_scales)
-             if x is not None]
+  scalars = [x for x in (inputs.steps[0], inputs.num_live, inputs.tables, inputs.tensor_scales,
+                         *inputs.steps[1:]) if x is not None]
   mods = inputs.mods
   sources = [x for x in (*inputs.tokens, mods and mods.keys, inputs.mask) if x is not None]
   numbers = [] if mods is None else mods.numbers()
@@ -62,6 +67,10 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   block = lambda *last: pl.BlockSpec((1, shape.head_groups, *last), index_map)
   block_of = lambda x: block(*x.shape[2:]) if x.shape[0] == num_steps else pl.BlockSpec(
       x.shape, lambda *_: (0, 0, 0, 0))
+  row_blocks = [block_of(rows)]
+  if shape.raw_rows:
+    row_blocks = [pl.BlockSpec((1, *rows.shape[1:]), of) for of in (
+        lambda *_: (0, 0, 0, 0), lambda w, *scalars: index_map(w + 1, *scalars))]
   # 2. Outputs.
   varying = jax.typeof(rows).manual_axis_type
   output = lambda last, dtype: jax.ShapeDtypeStruct((num_steps, shape.head_groups, *last), dtype,
@@ -74,11 +83,14 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
     buffers.append(pltpu.VMEM((layout.slots, mods.form.key_rows, layout.block_kv), jnp.int32))
   if inputs.mask is not None:
     buffers.append(pltpu.VMEM((layout.slots, shape.mask_rows, layout.block_kv), inputs.mask.dtype))
-  scratch = (buffers, [pltpu.VMEM(*x) for x in layout.word_buffers()],
+  prepared = (2, 1, shape.head_groups, shape.group_rows, layout.widths[0])
+  scratch = ([pltpu.VMEM(prepared, rows.dtype)] if shape.raw_rows else [], buffers,
+             [pltpu.VMEM(*x) for x in layout.word_buffers()],
              [pltpu.VMEM(x, jnp.float32) for x in shape.running_shapes()],
              [pltpu.SemaphoreType.DMA((layout.slots,)),
-              pltpu.SMEM((common.NUM_COUNTERS,), jnp.int32)])
-  counts = [len(x) for x in (scalars, [rows], numbers, sources, outputs, *scratch)]
+              pltpu.SMEM((common.NUM_COUNTERS,), jnp.int32)],
+             [pltpu.SMEM((len(Steps._fields), num_steps), jnp.int32)] if spec.of_cache else [])
+  counts = [len(x) for x in (scalars, queries, numbers, sources, outputs, *scratch)]
 
   def kernel(*refs: Ref) -> None:
     _kernel(_kernel_refs(spec, shape, common.split(refs, counts)))
@@ -88,7 +100,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
       kernel,
       grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=len(scalars), grid=(num_steps,),
-          in_specs=[*map(block_of, (rows, *numbers)),
+          in_specs=[*row_blocks, *map(block_of, numbers),
                     *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(sources)],
           out_specs=[block(shape.group_rows, width), block(*column)],
           scratch_shapes=[x for group in scratch for x in group]),
@@ -96,7 +108,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=("arbitrary",), disable_bounds_checks=True,
           vmem_limit_bytes=row_mods.vmem_limit(shape, rows.dtype, mods)),
-  ))(*scalars, rows, *numbers, *sources)
+  ))(*scalars, *queries, *numbers, *sources)
   return out, lse.reshape(num_steps, shape.head_groups, shape.group_rows)
 
 
@@ -106,15 +118,19 @@ def _kernel_refs(spec: LogitsSpec, shape: StepShape, parts: Sequence[Sequence[Re
   Args:
     spec: what is computed.
     shape: static shape of a step.
-    parts: references to scalars, rows, numbers of the score mod, sources, outputs, buffers, words,
-      the running softmax, and semaphores and counters.
+    parts: references to scalars, rows, numbers of the score mod, sources, outputs, prepared rows,
+      buffers, words, the running softmax, semaphores and counters, and steps to write.
   """
-  (scalars, (rows,), numbers, sources, outputs, buffers, words, running,
-   (semaphores, counters)) = parts
+  (scalars, rows, numbers, sources, outputs, prepared, buffers, words, running,
+   (semaphores, counters), written) = parts
   steps, num_live, tables, *scales = scalars
-  return KernelRefs(spec, shape, steps, num_live, tables, scales[0] if scales else None, rows,
+  of_rows: Sequence[Ref] = ()
+  if written:  # a dense cache has no scales of all keys
+    of_rows, (steps,), scales = (steps, *scales), written, []
+  return KernelRefs(spec, shape, steps, num_live, tables, scales[0] if scales else None, rows[-1],
                     sources, outputs, buffers, words, online_softmax.Running(*running),
-                    semaphores, counters, mod_refs(spec, numbers))
+                    semaphores, counters, mod_refs(spec, numbers),
+                    raw=(*rows, *prepared) if prepared else (), cache_rows=of_rows)
 
 
 def mod_refs(spec: LogitsSpec, numbers: Sequence[Ref]) -> ModRefs | None:
@@ -129,18 +145,39 @@ def _kernel(k: KernelRefs) -> None:
   """Computes one grid step."""
   current, count = pl.program_id(0), step_count(k)
 
-  # 1. In the first step: start the transfers of the first blocks.
+  # 1. In the first step: find all steps, and start the transfers of the first blocks.
   @pl.when(current == 0)
   def _() -> None:
+    if k.cache_rows:
+      cache_rows.write_steps(k)
     fetch_first(k, count)
+    if k.raw:
+      _prepare(k, 0, k.raw[0])
 
   # 2. Fold in the blocks of keys, normalize and write.
   @pl.when(current < count)
   def _() -> None:
-    fold_blocks(k, step_of(k, current), count)
+    step = step_of(k, current)
+    of_step = k._replace(rows=k.raw[2].at[current & 1]) if k.raw else k
+    fold_blocks(of_step, step, count)
+    nan = jnp.where(step.row_begin == common.OVERFLOWED, jnp.nan, 0.0) if k.cache_rows else None
     for group in range(k.shape.head_groups):
-      for ref, x in zip(k.outputs, result(k, group, k.outputs[0].dtype)):
+      for ref, x in zip(k.outputs, result(k, group, k.outputs[0].dtype, nan)):
         ref[0, group] = x
+
+
+def _prepare(k: KernelRefs, step: Index, rows: Ref) -> None:
+  """Writes the rows of a step with zeros as padding, and with NaN in place of infinities."""
+  prepared = k.raw[2].at[step & 1]
+  for group in range(k.shape.head_groups):
+    x, transposed = rows[0, group], k.shape.transposed_rows
+    axis = 0 if transposed else 1
+    missing = prepared.shape[3] - x.shape[axis]
+    if missing:
+      x = jnp.concatenate([x, jnp.zeros(
+          (missing, x.shape[1]) if transposed else (x.shape[0], missing), x.dtype)], axis)
+    x = common.infinite_to_nan(x)
+    prepared[0, group] = x.T if transposed else x
 
 
 def fetch_first(k: KernelRefs, count: jax.Array) -> None:
@@ -165,7 +202,11 @@ def fold_blocks(k: KernelRefs, step: Steps, count: jax.Array) -> None:
     if not k.shape.starts_between:
       _fetch_next(k, count)
       _copy_block(k, slot, step, block, start=False)
-      softmax.update(k, tile)
+      if k.raw:  # between the products of this step, whose rows are others
+        following = pl.program_id(0) + 1
+        update_few_rows.update(k, tile, lambda *_: _prepare(k, following, k.raw[1]))
+      else:
+        softmax.update(k, tile)
     else:
       _fold_and_start(k, tile, count)
     k.counters[common.COMPUTED] += 1
@@ -204,9 +245,18 @@ def _fold_and_start(k: KernelRefs, tile: common.TileIndex, count: jax.Array) -> 
     fold(None)
 
 
-def result(k: KernelRefs, group: Index, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-  """Returns out [group_rows, E] and lse, float32 and shaped like m_i, of a head group."""
+def result(k: KernelRefs, group: Index, dtype: DTypeLike,
+           nan: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+  """Returns out [group_rows, E] and lse, float32 and shaped like m_i, of a head group.
+
+  Args:
+    k: the kernel.
+    group: of heads.
+    dtype: of out.
+    nan: NaN if all results are NaN, or 0; None: 0.
+  """
   running = _softmax(k.shape).result(k, group)
+  running = running if nan is None else running._replace(l_i=running.l_i + nan)
   out, lse = online_softmax.finish(running._replace(
       m_i=running.m_i * (k.spec.unit / online_softmax.LOG2E)))
   out = out.astype(dtype)  # fewer bits to transpose

@@ -87,7 +87,9 @@ def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   chex.assert_shape(operands.metadata.context_lens, operands.metadata.page_tables.shape[:1])
   group_size = query_heads // heads.key_heads
   single_page = paged_tiling.make_layout(operands.cache, heads, 1)
-  pad_width = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, single_page.widths[0] - width)))
+  # The kernel pads queries of latent rows, for which XLA would write them once more.
+  missing = 0 if single_page.latent else single_page.widths[0] - width
+  pad_width = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, missing)))
   padded = operands._replace(query=pad_width(operands.query))
   lse = jnp.full((tokens, query_heads, 1), -jnp.inf, jnp.float32)
   chosen = paged_tiling.choose_block_q(operands, block_sizes, single_page, group_size)

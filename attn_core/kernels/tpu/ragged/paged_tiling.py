@@ -144,6 +144,8 @@ def with_blocks(layout: KVLayout, operands: PagedOperands, block_sizes: BlockSiz
     # Pieces of latents overlap within a block, where they are more than the memory's time hides.
     if rows > common.FEW_ROWS or layout.rest_dtype is not None:
       chosen *= 2
+    if layout.latent:
+      chosen = min(chosen, common.MOST_SCORES // (cdiv(rows, LANES) * LANES))
   wanted = cdiv(block_sizes.block_kv or chosen, layout.page_size)
   if block_sizes.block_kv is None:
     # Whole lanes of tokens, as many as the tables hold.
@@ -152,7 +154,13 @@ def with_blocks(layout: KVLayout, operands: PagedOperands, block_sizes: BlockSiz
   most = max(1, wanted * BUFFER_BYTES // layout._replace(block_pages=wanted).vmem_bytes())
   block_pages = min(wanted, most, MOST_PAGES)
   least = _least_pages(layout)
-  return layout._replace(block_pages=max(1, block_pages // least) * least)
+  sized = lambda pages: layout._replace(block_pages=max(1, pages // least) * least)
+  if layout.latent and block_sizes.block_kv is None:
+    fits = lambda pages: common.StepShape(sized(pages), rows, 1, 1).vmem_bytes(
+        operands.query.dtype) <= common.VECTOR_BYTES
+    while block_pages > least and not fits(block_pages):
+      block_pages //= 2
+  return sized(block_pages)
 
 
 def _least_pages(layout: KVLayout) -> int:

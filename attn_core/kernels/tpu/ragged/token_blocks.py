@@ -237,7 +237,8 @@ def start_queries(k: KernelRefs, t: TokenRefs, number: Index, step: Steps, slot:
 def load_rows(k: KernelRefs, t: TokenRefs, step: Steps, slot: Index) -> None:
   """Waits for the queries of a step and their numbers, and writes them to `k.rows` and `k.mods`.
 
-  Infinite queries become NaN; where rows are many, only if their sums would not show them.
+  Queries of latent rows are padded. Infinite ones become NaN; where rows are many, only if their
+  sums would not show them.
   """
   run = run_of(k, t, step)
   _wait(t.query, t.query_blocks, t.query_arrived, slot, run)
@@ -252,6 +253,9 @@ def load_rows(k: KernelRefs, t: TokenRefs, step: Steps, slot: Index) -> None:
     for group in range(k.shape.head_groups):
       x = t.query_blocks[slot, pl.ds(group * heads, heads)]
       x = x.reshape(k.shape.group_rows, x.shape[-1])
+      missing = k.rows.shape[3] - x.shape[1]
+      if missing:
+        x = jnp.concatenate([x, jnp.zeros((x.shape[0], missing), x.dtype)], 1)
       if k.shape.few_rows or not k.spec.keeps_infinite:
         x = common.infinite_to_nan(x)
       if not is_whole:

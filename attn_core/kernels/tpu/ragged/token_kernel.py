@@ -84,8 +84,8 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
   """
   shape = shape._replace(layout=shape.layout.at_run_time())
   query, layout, new = inputs.query, shape.layout, inputs.new
-  tokens, heads, group, _ = query.shape
-  chex.assert_shape(query, (tokens, None, shape.group_size, layout.widths[0]))
+  tokens, heads, group, width = query.shape
+  chex.assert_shape(query, (tokens, None, shape.group_size, None))
   # 1. Inputs.
   scalars = [x for x in (inputs.starts, inputs.lengths, inputs.tables, *inputs.drafts,
                          inputs.counts, inputs.tensor_scales) if x is not None]
@@ -104,7 +104,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
     aliases[len(scalars) + 1 + number] = 2 + number
   # 3. The call.
   by_step = None if mods is None else mods.by_step
-  scratch = _scratch(shape, query.dtype, (outputs[0].dtype, column), num_steps)
+  scratch = _scratch(shape, (query.dtype, width), (outputs[0].dtype, column), num_steps)
   scratch.append([] if by_step is None else [
       pltpu.VMEM((slots, *by_step.shape[1:]), jnp.int32) for slots in (SLOTS, 1)])
   writes_rows = layout.latent and new != ()
@@ -135,25 +135,25 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
                       tuple(written))
 
 
-def _scratch(shape: StepShape, dtype: DTypeLike, out: tuple[DTypeLike, tuple[int, int]],
-             num_steps: int) -> list[list]:
+def _scratch(shape: StepShape, query: tuple[DTypeLike, int],
+             out: tuple[DTypeLike, tuple[int, int]], num_steps: int) -> list[list]:
   """Returns the scratch memory: buffers, words, the running softmax, blocks, and scalars.
 
   Args:
     shape: of a step.
-    dtype: of the query.
+    query: its dtype, and its width.
     out: its dtype, and the shape of a head group's lse.
     num_steps: the largest possible number of steps.
   """
   layout, column = shape.layout, out[1]
-  held, out_dtype = jnp.dtype(dtype), jnp.dtype(out[0])
+  held, out_dtype = jnp.dtype(query[0]), jnp.dtype(out[0])
   block = lambda width: (SLOTS, layout.key_heads, shape.block_q, shape.group_size, width)
   return [
       [pltpu.VMEM(*x) for x in layout.buffers()],
       [pltpu.VMEM(*x) for x in layout.word_buffers()],
       [pltpu.VMEM(x, jnp.float32) for x in shape.running_shapes()],
       [pltpu.VMEM((1, shape.head_groups, shape.group_rows, layout.widths[0]), held),
-       pltpu.VMEM(block(layout.widths[0]), held), pltpu.VMEM(block(layout.widths[-1]), out_dtype),
+       pltpu.VMEM(block(query[1]), held), pltpu.VMEM(block(layout.widths[-1]), out_dtype),
        pltpu.VMEM((SLOTS, shape.head_groups, *column), jnp.float32)],
       [pltpu.SMEM((len(Steps._fields), num_steps), jnp.int32), pltpu.SMEM((1,), jnp.int32),
        pltpu.SMEM((common.NUM_COUNTERS,), jnp.int32), pltpu.SemaphoreType.DMA((layout.slots,)),

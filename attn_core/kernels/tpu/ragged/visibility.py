@@ -74,14 +74,18 @@ def _ranges(k: KernelRefs, tile: TileIndex, part: TilePart,
     axis: of the keys; arrays are along the other one.
   """
   spec, step = k.spec, tile.step
-  query = step.query_begin + query_of(k, numbers_along(part.rows, 1 - axis))
+  # One query is the same one for all rows.
+  one = not k.shape.row_pages and k.shape.block_q == 1
+  query = step.query_begin + (jnp.zeros((1, 1), jnp.int32) if one else query_of(
+      k, numbers_along(part.rows, 1 - axis)))
   live = (query >= step.row_begin) & (query < step.row_length)
   end = jnp.full_like(query, step.row_length)
   if spec.right is not None:
     end = jnp.minimum(end, query + (spec.right + 1))
-  if spec.scope == Scope.CACHED:
+  if spec.scope == Scope.CACHED or spec.of_cache:
     end = jnp.minimum(end, step.kv_stop)
-  begin = jnp.full_like(query, step.kv_start) if spec.scope == Scope.NEW else None
+  begin = (jnp.full_like(query, step.kv_start) if spec.scope == Scope.NEW or spec.of_cache else
+           None)
   if spec.left is not None and not spec.drafts:
     first = query - spec.left
     begin = first if begin is None else jnp.maximum(begin, first)
