@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.caches import device_parts
+from attn_core.caches import device_parts, slots
 from attn_core.caches.update import Step
 from attn_core.dispatch.capabilities import Implementation
 from attn_core.types import (AttentionOutput, AttentionSpec, Call, Operands, PagedOperands,
@@ -77,8 +77,7 @@ def with_cache(output: AttentionOutput, step: Step, written: bool = False) -> At
     return output._replace(cache_view=step.cache)
 
   def with_nan(x: jax.Array) -> jax.Array:
-    overflow = device_parts.match(step.overflow, x)
-    return jnp.where(overflow.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
+    return slots.nan_rows(x, device_parts.match(step.overflow, x))
 
   weights, lse = output.attention_weights, output.lse
   return output._replace(

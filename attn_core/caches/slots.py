@@ -48,6 +48,11 @@ class CacheRows(NamedTuple):
   overflow: jax.Array  # bool [B]: the output of all queries is NaN
 
 
+def nan_rows(x: jax.Array, overflow: jax.Array) -> jax.Array:
+  """Returns x [B, ..] with NaN in the rows that overflowed, bool [B]."""
+  return jnp.where(overflow.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
+
+
 def empty(kind: type[Cache], batch: int, slots: int, heads: tuple[int, ...], *,
           dtype: DTypeLike, sharding: Sharding | None = None,
           value_dtype: DTypeLike | None = None) -> Cache:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.autodiff import primitives
+from attn_core.caches import slots
 from attn_core.kernels.common import online_softmax
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.kernels.xla import decode as xla_decode
@@ -72,9 +73,7 @@ def _attend(kernel: Kernel, operands: Operands, call: Call) -> Residuals:
   def selected(operands: Operands) -> Residuals:
     without, rows = operands._replace(mask=operands.mask._replace(rows=None)), operands.mask.rows
     assert rows is not None
-    overflow = rows.overflow
-    return Residuals(*(jnp.where(overflow.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
-                       for x in attend(without)))
+    return Residuals(*(slots.nan_rows(x, rows.overflow) for x in attend(without)))
 
   @jax.custom_jvp
   def run(*leaves: jax.Array) -> Residuals:

@@ -50,7 +50,7 @@ def window_of(operands: Operands, spec: AttentionSpec) -> Sides | None:
 
 def _narrower(side: int | None, other: int | None) -> int | None:
   """Returns the smaller one of two sides of windows."""
-  return other if side is None else side if other is None else min(side, other)
+  return min((x for x in (side, other) if x is not None), default=None)
 
 
 def numbers(rows: CacheRows) -> tuple[jax.Array, ...]:

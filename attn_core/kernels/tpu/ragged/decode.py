@@ -17,6 +17,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from attn_core.caches import slots
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.kernels.tpu import launch
@@ -86,9 +87,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
                                        sinks)
   lse = lse[..., 0].swapaxes(1, 2)
   if rows_of_cache is not None and sides is None:
-    nan = lambda x: jnp.where(
-        rows_of_cache.overflow.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
-    out, lse = nan(out), nan(lse)
+    out, lse = (slots.nan_rows(x, rows_of_cache.overflow) for x in (out, lse))
   return Residuals(out, lse)
 
 

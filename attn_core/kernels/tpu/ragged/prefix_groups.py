@@ -40,12 +40,7 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: PagesMetadata,
     query, cache, metadata, heads: as in `paged_tiling.unsupported_reason`.
     given: block sizes; None fields are chosen.
   """
-  if metadata.prefixes is None:
-    return None
-  operands = PagedOperands(query, cache, metadata)
-  parts = prefix_parts.num_parts(
-      query.shape[0], metadata.page_tables.shape[0], layouts.page_size(cache))
-  sizes = block_sizes(operands, heads, given)
-  reason = paged_tiling.unsupported_reason(
-      query, cache, prefix_parts.metadata_of(metadata, parts), heads, sizes)
-  return reason and f"cache_metadata.prefixes, as {parts} requests: {reason}"
+  def of_groups(groups: PagesMetadata) -> str | None:
+    sizes = block_sizes(PagedOperands(query, cache, metadata), heads, given)
+    return paged_tiling.unsupported_reason(query, cache, groups, heads, sizes)
+  return prefix_parts.unsupported_reason(query, cache, metadata, of_groups)
