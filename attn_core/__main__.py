@@ -164,9 +164,13 @@ def _notes(found: tuple[Row, ...]) -> list[str]:
 def _orders(platform: str, quote: Callable[[str], str]) -> list[str]:
   """Returns the orders in which `auto` tries mechanisms on a platform, as ends of sentences."""
   orders = [f"tries {', '.join(map(quote, table.AUTO[platform]))}."]
-  if platform in table.AUTO_ONE_QUERY:
-    first = quote(table.AUTO_ONE_QUERY[platform])
-    orders.append(f"tries {first} first where each row has one query.")
+  for place, few in table.AUTO_FEW_QUERIES.items():
+    if place.split()[0] == platform:
+      cached = f", or at most {few.most_cached} over a dense cache" if few.most_cached > 1 else ""
+      on = "" if place == platform else f" of compute capability {place.split()[1]}"
+      kernel = "" if place == "cpu" else ", and its kernel computes the call"
+      orders.append(f"{on} tries {quote(few.mechanism)} first where each row has one query{cached}"
+                    f"{kernel}.".strip())
   return orders
 
 

@@ -9,8 +9,8 @@ Literal rows only: a new kernel or mechanism is a new row here.
 
 from typing import Callable
 
-from attn_core.dispatch import (capabilities, latent as latent_limits, pages as pages_limits,
-                                selection)
+from attn_core.dispatch import (capabilities, dequantized, latent as latent_limits,
+                                pages as pages_limits, selection)
 from attn_core.dispatch.capabilities import (FEATURES, LINEAR, LINEAR_BANDED, QUADRATIC,
                                              Implementation)
 from attn_core.dispatch.derivatives import Rows
@@ -78,15 +78,27 @@ _ring_tpu = _over_shards(_without_lists_tpu, ring.tpu)._replace(limits=capabilit
 _ring_tpu = _over_shards(_without_lists_tpu, ring.tpu_remote)._replace(
     limits=capabilities.remote_limits, fallback=_ring_tpu)
 
-_decode = Implementation(decode.xla, _DECODE | _MODS | {"int4"}, LINEAR, shards_keys=True,
+# Asked only where decoding leaves a call to it, which it does not if keys are on several devices.
+_dequantized = Implementation(decode.dequantized, _DECODE | _MODS | {"int4"}, LINEAR,
+                              shards_keys=True)
+_decode = Implementation(decode.xla, _DECODE | _MODS | {"int4"}, LINEAR,
+                         dequantized.refusal_of_many, fallback=_dequantized, shards_keys=True,
                          derivatives=Rows(gradient=_flash.name))
+_dequantized_hopper = Implementation(
+    decode.dequantized_gpu, _DECODE & _HOPPER | _MODS | {"quantized", "int4"}, LINEAR,
+    dequantized.limits(capabilities.hopper_flash_limits), fallback=_decode,
+    shards_keys=True, derivatives=_flash_hopper.derivatives)
 _decode_hopper = Implementation(
     decode.gpu, _DECODE & _HOPPER | _MODS | {"quantized"}, LINEAR,
-    capabilities.hopper_decode_limits, fallback=_decode, shards_keys=True,
+    capabilities.hopper_decode_limits, fallback=_dequantized_hopper, shards_keys=True,
     derivatives=_decode.derivatives)
+_dequantized_tpu = Implementation(
+    decode.dequantized_tpu, _DECODE & _TPU | _MODS | {"quantized", "int4", "mask_operands"}, LINEAR,
+    dequantized.limits(capabilities.tpu_flash_limits), fallback=_decode,
+    shards_keys=True, derivatives=_flash_tpu.derivatives)
 _decode_tpu = Implementation(
     decode.tpu, _DECODE - _NOT_ON_TPU | _MODS, LINEAR, capabilities.tpu_decode_limits,
-    fallback=_decode, shards_keys=True, reads_rows=True, derivatives=_decode.derivatives)
+    fallback=_dequantized_tpu, shards_keys=True, reads_rows=True, derivatives=_decode.derivatives)
 
 _OVER_PAGES = Rows(reverses_twice=False)  # the backward loops over the tokens of each request
 
@@ -223,10 +235,15 @@ AUTO = {
             "multi_latent_attention"),
 }
 
-# The name that `auto` tries first for one query per row: on CPUs it takes about half the time.
-AUTO_ONE_QUERY = {"cpu": "autoregressive_decodeattn"}
+# What `auto` tries first where each row has few queries. On CPUs one query takes about half the
+# time so, and two to eight take a third to two thirds over a cache of which a quarter is live. The
+# kernels of flash attention compute 128 queries at least: on TPUs one query takes 6.6 times as long
+# by these, and 64 as long as by the other (static cycles of a v6e).
+AUTO_FEW_QUERIES = {"cpu": selection.FewQueries("autoregressive_decodeattn", 8),
+                    "gpu 9.0": selection.FewQueries("autoregressive_decodeattn", 16),
+                    "tpu": selection.FewQueries("autoregressive_decodeattn", 64)}
 
-RULES = selection.Rules(TABLE, MISSING, AUTO, AUTO_ONE_QUERY)
+RULES = selection.Rules(TABLE, MISSING, AUTO, AUTO_FEW_QUERIES)
 
 
 def names() -> tuple[str, ...]:

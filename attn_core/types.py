@@ -156,8 +156,7 @@ class Operands(NamedTuple):
   key_scale: Array | None = None  # float32 [B, S, K], or [B, S, K, groups] with D / 2 bytes of keys
   value_scale: Array | None = None  # of quantized values
   mods: tuple[Array, ...] = ()  # of the score mod, each [B or 1, H or 1, ...]; see `score_mods`
-  # Of latent rows: () or (key_up [latent, H, nope], value_up [latent, H, E]); no kernel reads them.
-  up: tuple[Array, ...] = ()
+  up: tuple[Array, ...] = ()  # as in `PagedOperands`; no kernel reads them
 
 
 class PagedOperands(NamedTuple):
@@ -169,8 +168,7 @@ class PagedOperands(NamedTuple):
   sinks: Array | None = None  # float [H]: a logit per head without a value
   key: Array | None = None  # [T, K, D]: to be written first; None: all keys are in the pages
   value: Array | None = None  # [T, K, E]
-  # The device's stripe of the requests' pages, those of the tables and the cache; None: all pages.
-  stripe: "Stripe | None" = None
+  stripe: "Stripe | None" = None  # the device's, to which tables and cache belong; None: all pages
   mods: tuple[Array, ...] = ()  # of the score mod, each [1, H or 1, ...], with T or 1 queries
   head_offset: Array | None = None  # int32 scalar, the global number of head 0; None: 0
   up: tuple[Array, ...] = ()  # (key_up [latent, H, nope], value_up [latent, H, E]) of latent rows
@@ -236,13 +234,14 @@ class AttentionSpec(NamedTuple):
   precision: jax.lax.PrecisionLike = None  # of the two products
   normalize_output: bool = True
   out_dtype: DTypeLike | None = None  # of a partial sum, to which others add; None: the query's
-  # Of the term that scores go through last, whose leaves are Operands.mods.
-  score_mod: jax.tree_util.PyTreeDef = NO_SCORE_MOD
+  score_mod: jax.tree_util.PyTreeDef = NO_SCORE_MOD  # of the last term, see Operands.mods
   # Of latent rows: a value is the first `latent_width` numbers of its key. `Operands.value` has no
   # numbers then, or the rest of each key, where 8-bit keys store it apart. None: values are given.
   latent_width: int | None = None
   row_width: int | None = None  # the numbers of a latent row before its padding; None: it has none
   matrix_depth: int = 128  # numbers of a row that the TPU's matrix unit multiplies at once
+  num_cores: int = 1  # cores of a TPU that share a kernel
+  int8_products: bool = False  # whether the TPU's matrix unit multiplies int8 by int8
 
   @property
   def has_score_mod(self) -> bool:
@@ -277,8 +276,9 @@ class PagedSpec(NamedTuple):
   precision: jax.lax.PrecisionLike = None  # of the two products
   chunk_size: int | None = None  # keys of other chunks of this many positions are hidden (tokens)
   out_dtype: DTypeLike | None = None  # None: the query's dtype
-  # Of the term that scores go through last, whose leaves are PagedOperands.mods.
-  score_mod: jax.tree_util.PyTreeDef = NO_SCORE_MOD
+  score_mod: jax.tree_util.PyTreeDef = NO_SCORE_MOD  # of the last term, see PagedOperands.mods
+  num_cores: int = 1  # cores of a TPU that share a kernel
+  int8_products: bool = False  # whether the TPU's matrix unit multiplies int8 by int8
 
   @property
   def has_score_mod(self) -> bool:

@@ -92,7 +92,8 @@ class OtherKernelsTest(parameterized.TestCase):
           mechanism="ragged_page_attention_v2", block_sizes=sizes,
           metadata=OperationMetadata(platform="cpu", **fields)).attention_outputs, query, pages)
       tile = (8 * wanted[0], wanted[1])
-      self.assertTrue([shape for shape in found if shape[-2:] == tile], (tile, found))
+      # Scores of few rows are a product of keys and rows.
+      self.assertTrue([x for x in found if x[-2:] in (tile, tile[::-1])], (tile, found))
 
 
 if __name__ == "__main__":

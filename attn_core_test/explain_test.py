@@ -4,6 +4,7 @@
 
 import collections
 import functools
+import itertools
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,6 +19,7 @@ import numpy as np
 from attn_core import (BlockSizes, OperationMetadata, PagesMetadata, PagesV2, attention, explain,
                        masks, score_mods, table)
 from attn_core.caches import dense as dense_cache, pages
+from attn_core.dispatch import dequantized
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.kernels.gpu.flash import kernel as gpu_flash
 from attn_core.kernels.gpu.split_kv import decode as gpu_decode, paged as gpu_paged
@@ -39,6 +41,8 @@ KERNELS = {
     "flash.gpu": flash_mechanism.gpu_kernel(), "decode.xla": decode.KERNEL,
     "decode.tpu": tpu_decode.make_kernel(decode.KERNEL),
     "decode.gpu": gpu_decode.make_kernel(decode.KERNEL),
+    "decode.dequantized": flash.KERNEL, "decode.dequantized_tpu": flash_mechanism.tpu_kernel(),
+    "decode.dequantized_gpu": flash_mechanism.gpu_kernel(),
     # The kernel is the same whether latent rows are projected or absorbed.
     "latent.projected": flash.KERNEL, "latent.absorbed": flash.KERNEL,
     "latent.projected_tpu": flash_mechanism.tpu_kernel(),
@@ -95,6 +99,8 @@ PATCHES = (
         functools.partial(_dot_product_attention, jax.nn.dot_product_attention),
         lambda kwargs: f"sdpa.{kwargs['implementation']}")),
     mock.patch.object(tpu_paged, "forward_writing", _marked(_writing_stub, "paged.tpu")),
+    # The random calls over caches have one query or three.
+    mock.patch.object(dequantized, "MANY_QUERIES", 1),
     *(mock.patch.object(module, "forward", _marked(_paged_stub, f"paged.{name}"))
       for module, name in ((paged_forward, "xla"), (tpu_paged, "tpu"), (gpu_paged, "gpu"))))
 
@@ -242,9 +248,11 @@ class ExplainTest(parameterized.TestCase):
     self.assertEqual(set(counts["sharded"]), {
         "rows of the batch", "groups of requests", "query heads", "key heads", "keys",
         "the sequence"})
-    # The same calls are projected by one kernel for each platform: they count together.
-    for suffix in ("_tpu", "_gpu"):
-      counts["kernel"]["latent.projected"] += counts["kernel"].pop(f"latent.projected{suffix}")
+    # The same calls are projected, or dequantized, by one kernel for each platform: they count
+    # together.
+    for name, suffix in itertools.product(("latent.projected", "decode.dequantized"),
+                                          ("_tpu", "_gpu")):
+      counts["kernel"][name] += counts["kernel"].pop(f"{name}{suffix}")
     rare = {f"{dimension}: {value}": count for dimension, found in counts.items()
             for value, count in found.items() if count < 3}
     self.assertEmpty(rare)

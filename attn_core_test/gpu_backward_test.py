@@ -259,7 +259,7 @@ class CompileTest(gpu_machine_code.CompileTestCase):
   def test_machine_code_of_tables(self, name):
     kernel, = self.kernels[name]
     width = int(name.split("_")[-1])
-    cut = tiling.make_bias_tilings(Case(D=width).shapes).query
+    cut = tiling.make_bias_tilings(Case(D=width).shapes).table
     self.check(kernel, gpu_machine_code.FLASH_REGISTERS, tiling.shared_memory_bias(cut))
     self.assertEqual([loop["products"] for loop in kernel.loops], [2 * width // 16])
     # Queries and d_out of two warpgroups, keys and values: no copy apart from its loop.

@@ -729,6 +729,9 @@ def paged() -> dict[str, tuple[paged_operands.PagedOperands, pages.Heads]]:
           "padded_latent_pages_of_16_16_heads": latent(16, 16, True),
           "padded_float8_latent_pages_of_32_128_heads": latent(32, 128, True, "float8_e4m3fn"),
           "int8_latent_pages_of_64_16_heads": latent(64, 16, False, "int8"),
+          "int8_latent_pages_of_16_128_heads": latent(16, 128, False, "int8"),
+          "padded_float8_latent_pages_of_16_16_heads": latent(16, 16, True, "float8_e4m3fn"),
+          "int8_latent_pages_of_8_128_heads": latent(8, 128, False, "int8"),
           "v1_pages_of_16": case(pages.PagesV1, 16, 8, 128),
           "v2_pages_of_32_few_queries": case(pages.PagesV2, 32, 8, 64, 32),
           "v2_pages_of_48": case(pages.PagesV2, 48, 8, 80),
@@ -736,6 +739,7 @@ def paged() -> dict[str, tuple[paged_operands.PagedOperands, pages.Heads]]:
           "v3_pages_of_64": case(pages.PagesV3, 64, 8, 256),
           "v2_int8_pages_of_16": case(pages.PagesV2, 16, 8, 128, stored=int8),
           "v1_int8_pages_of_32_one_head": case(pages.PagesV1, 32, 1, 64, stored=int8),
+          "v1_int8_pages_of_16_one_head": case(pages.PagesV1, 16, 1, 64, stored=int8),
           "v2_float8_pages_of_8": case(pages.PagesV2, 8, 8, 128, stored=("float8_e4m3fn", "token")),
           "v3_float8_pages_of_64": case(pages.PagesV3, 64, 8, 128, stored=float8),
           **{f"v2_score_mods_{width}": with_mod(case(pages.PagesV2, 16, 8, width, 32))

@@ -40,8 +40,12 @@ WIDTHS = (128, 64)  # of latent rows
 # Calls over pages of latent rows: heads, whether rows are padded, and their dtype.
 LATENTS = {"two_consumers_padded": (16, True, "bfloat16"),
            "two_row_blocks": (72, False, "bfloat16"),
-           "one_consumer": (3, False, "bfloat16"), "int8_one_consumer_padded": (3, True, "int8"),
-           "float8_two_consumers": (16, False, "float8_e4m3fn")}
+           "one_consumer": (3, False, "bfloat16"),
+           "int8_one_consumer_padded": (3, True, "int8", 32),
+           "float8_two_consumers": (16, False, "float8_e4m3fn", 32),
+           "int8_pages_of_16": (16, False, "int8"),
+           "float8_pages_of_16_padded": (3, True, "float8_e4m3fn"),
+           "float8_pages_of_8": (16, False, "float8_e4m3fn", 8)}
 BLOCKS = BlockSizes(block_kv=128)
 OPTIONS = PagedOptions(metadata=gpu_cases.HOPPER, block_sizes=BLOCKS, return_lse=True)
 WHOLE = OPTIONS._replace(block_sizes=None)
@@ -58,6 +62,10 @@ MODDED = {"v2": RAGGED._replace(lengths=(130, 9), queries=(5, 2), H=4, K=2),
 QUANTIZED = (
     ("int8_pages_of_96_of_one_head", PagesV1, "int8", "token",
      Case((70, 129), (1, 1), H=3, K=1, page=96, D=64, rest=0, dtype="bfloat16")),
+    ("int8_pages_of_48_of_one_head", PagesV2, "int8", "token",
+     Case((70, 0, 123, 9), (1, 0, 2, 2), H=4, K=1, page=48, D=64, dtype="bfloat16")),
+    ("float8_pages_of_8_of_one_head", PagesV1, "float8_e4m3fn", "token",
+     Case((62, 33), (1, 1), H=3, K=1, page=8, D=64, rest=0, dtype="bfloat16")),
     ("int8_pages_of_16", PagesV2, "int8", "token",
      Case((70, 0, 123, 9), (1, 0, 2, 2), H=8, K=4, page=16, D=96, dtype="bfloat16")),
     ("float8_pages_of_24", PagesV2, "float8_e4m3fn", "token",
@@ -228,18 +236,21 @@ class InterpretTest(parameterized.TestCase):
       np.testing.assert_array_equal(x, y)
 
 
-def latent_call(heads, padded, held, requests=(0, 1, 2, 3)):
+def latent_call(heads, padded, held, page=16, requests=(0, 1, 2, 3)):
   """Returns (query, new rows, cache, metadata) of requests; slots without a token hold NaN."""
   rng = np.random.default_rng(3)
   lengths, queries = np.array([70, 0, 130, 9]), np.array([1, 0, 3, 1])
   rows = rng.normal(size=(4, 144, sum(WIDTHS)))
   query = rng.normal(size=(4, 3, heads, sum(WIDTHS)))
   order = np.array(requests)
+  columns = max(9, 144 // page)
+  tables = rng.permutation(4 * columns).astype(np.int32)
+  last = tables.argmax()  # the last page, behind which there is nothing, is the first request's
+  tables[[0, last]] = tables[[last, 0]]
   metadata = PagesMetadata(
-      rng.permutation(36).astype(np.int32).reshape(4, 9)[order], np.int32(lengths[order]),
+      tables.reshape(4, columns)[order], np.int32(lengths[order]),
       np.cumsum([0, *queries[order]]).astype(np.int32))
-  page = 16 if held == "bfloat16" else 32
-  cache = latent_pages.init(36, page, WIDTHS, dtype=held, padded=padded)
+  cache = latent_pages.init(4 * columns, page, WIDTHS, dtype=held, padded=padded)
   nan = lambda x: x if x is None or x.dtype == jnp.int8 else jnp.full_like(x, jnp.nan)
   cache = cache._replace(pages=nan(cache.pages), rope=nan(cache.rope), scales=nan(cache.scales))
   cache = latent_pages.from_dense(
@@ -275,7 +286,7 @@ class LatentTest(parameterized.TestCase):
     for x, y, tolerance in zip(found, want, (1e-2, 1e-5)):
       np.testing.assert_allclose(np.float32(x), np.float32(y), atol=tolerance)
     if sampling.chosen(name):
-      again = interpret(latent_attended, *latent_call(*arguments, (3, 2, 0)), sinks)
+      again = interpret(latent_attended, *latent_call(*arguments, requests=(3, 2, 0)), sinks)
       tokens = np.array([4, 1, 2, 3, 0])
       np.testing.assert_array_equal(np.float32(again[0]), np.float32(found[0])[tokens])
       np.testing.assert_array_equal(again[1], found[1][:, tokens])
@@ -294,13 +305,11 @@ class LatentTest(parameterized.TestCase):
           **{"metadata": gpu_cases.HOPPER, **more})
       return str(next(v for v in explanation.verdicts if v.mechanism == LATENT))
     for arguments in ({}, {"padded": True}, {"page": 64, "sliding_window": (9, 0)},
-                      {"dtype": "float16"}, {"held": "int8", "page": 32},
+                      {"dtype": "float16"}, {"held": "int8"}, {"held": "int8", "page": 24},
                       {"held": "float8_e4m3fn", "page": 64, "padded": True}):
       self.assertRegex(said(**arguments), "can, by latent.pages_gpu")
     for arguments, words in (
         (dict(dtype="float32"), "dtype float32"), (dict(page=20), "pages of 20 tokens"),
-        (dict(held="int8"), "pages of 16 tokens with scales of 1 heads each: .*32 tokens of a "
-         "single head; make pages of a multiple of 32 tokens"),
         (dict(held="int8", dtype="float16", page=32), "float16 with quantized"),
         (dict(held="int8", page=32, rope="float16"), "a rotary part of float16 with latents in 8"),
         (dict(chunk_size=8), "chunk_size"),
@@ -333,12 +342,12 @@ class ChoiceTest(parameterized.TestCase):
     mesh = gpu_cases.HOPPER.replace(mesh=AbstractMesh((2,), ("tp",)))
     self.assertRegex(self.kernel(metadata=mesh), "by paged.gpu, which goes before")
     for arguments in (dict(scales="tensor"), dict(scales="token", heads=Heads(4, 64, 64)),
-                      dict(scales="token", heads=Heads(1, 64, 64), page=32)):
+                      dict(scales="token", heads=Heads(1, 64, 64)),
+                      dict(scales="token", heads=Heads(1, 64, 64), page=24)):
       self.assertRegex(self.kernel(dtype=jnp.int8, **arguments), "by paged.gpu, which goes before")
     for arguments, words in (
         (dict(dtype=jnp.float32), "dtype float32"), (dict(page=20), "pages of 20 tokens"),
-        (dict(dtype=jnp.int8, scales="token"), "16 tokens with scales of 2 heads"),
-        (dict(dtype=jnp.int8, scales="token", heads=Heads(1, 64, 64)), "scales of 1 heads"),
+        (dict(dtype=jnp.int8, scales="token"), "pages with scales of 2 heads .*, or of 4 heads"),
         (dict(heads=Heads(2, 32, 32)), "head_dim of 32"),
         (dict(precision="highest"), "precision")):
       self.assertRegex(self.kernel(**arguments), f"by paged.xla, not by paged.gpu: .*{words}")

@@ -20,7 +20,8 @@ from attn_core import (BlockSizes, LatentOptions, OperationMetadata, PagedOption
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import drafts, latent, latent_pages, page_checks, pages, prefixes, quantize
 from attn_core.caches.paged import layouts
-from attn_core.kernels.tpu.ragged import common as tpu_common
+from attn_core.config import devices
+from attn_core.kernels.tpu.ragged import common as tpu_common, update_few_rows
 from attn_core.references import latent as reference, paged as paged_reference
 from attn_core.types import PagedSpec
 from attn_core_test import sampling, tpu_interpret
@@ -261,6 +262,36 @@ class TpuTest(parameterized.TestCase):
     for x, y in zip(bad, got):
       self.assertTrue(np.isnan(np.asarray(x, np.float32)[seen]).all())
       close(x[~seen], y[~seen], 0)
+
+  @mock.patch.object(devices, "INT8_PRODUCTS", {None})  # of a chip that is not known, too
+  def test_products_of_int8(self):
+    """The digits of queries and weights are as exact as bfloat16, also of small numbers."""
+    rng, width, count = np.random.default_rng(5), 128, 40
+    about = PagesMetadata(np.arange(20, dtype=np.int32).reshape(2, 10), np.int32([count, 33]),
+                          np.int32([0, 1, 3]))
+    cache = latent_pages.init(20, PAGE, (width, R), dtype="int8", padded=True)
+    rows = jnp.asarray(rng.normal(size=(2, count, width + R)) * 10.0**rng.integers(
+        -30, 2, (2, count, 1)), jnp.float32)
+    cache = latent_pages.from_dense(cache, rows, about)
+    # Rows of queries of very different sizes, one of which is zero and one not finite.
+    query = jnp.asarray(rng.normal(size=(3, 4, width + R)), jnp.bfloat16)
+    query = query * jnp.asarray([1, 1e-30, 0, 30], jnp.bfloat16)[:, None]
+    query = query.at[1, 1, 3].set(jnp.inf)
+    def run(query, platform):
+      found = multi_latent_ragged_page_attention(
+          query, None, cache, about, softmax_scale=0.1, return_lse=True,
+          latent_options=LatentOptions(width, R),
+          metadata=OperationMetadata(platform=platform))
+      return found.attention_outputs, found.lse.T
+    run = jax.jit(run, static_argnums=1)
+    with tpu_interpret.interpreted(), mock.patch.object(
+        update_few_rows, "_dot_in_digits", wraps=update_few_rows._dot_in_digits) as products:
+      got = jax.block_until_ready(run(query, "tpu"))
+    self.assertTrue(products.called)
+    want = run(query.astype(jnp.float32), "cpu")
+    self.assertEqual(np.isnan(np.asarray(want[1])).sum(), 1)
+    for x, y, tolerance in zip(got, want, (2**-8, 2**-16)):
+      close(x, y, tolerance)
 
   @parameterized.parameters(*sampling.with_slow(
       [("draft_mask", 3)], ("draft_mask", 70), ("new", 3), ("new", 70), ("cached", 3)))

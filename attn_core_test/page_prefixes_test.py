@@ -149,6 +149,27 @@ class ValuesTest(parameterized.TestCase):
     if dtype == "float32":  # another cut gives other bits: the test would see them
       self.assertTrue(any((bits([n], False)[0][0] != alone[n][0]).any() for n in range(6)))
 
+  @parameterized.parameters("float32", "bfloat16")
+  def test_a_large_group_has_the_bits_of_groups_of_one(self, dtype):
+    count, shared = 70, 3  # more queries than a block has
+    rng = np.random.default_rng(4)
+    own = shared + np.arange(2 * count).reshape(count, 2)
+    tables = np.concatenate([np.tile(np.arange(shared), (count, 1)), own], 1).astype(np.int32)
+    cache = pages.init(PagesV2, shared + 2 * count, PAGE, Heads(K, D, D), dtype)
+    cache = cache._replace(pages=jnp.asarray(rng.normal(size=cache.pages.shape), dtype))
+    query = jnp.asarray(rng.normal(size=(count, H, D)), dtype)
+    metadata = PagesMetadata(tables, rng.integers(14, 21, count).astype(np.int32),
+                             np.arange(count + 1, dtype=np.int32))
+    together = prefixes.find(tables, np.full(count, shared), min_requests=2)
+    self.assertEqual(together.rows[0, 1], count)
+    apart = together._replace(
+        page_tables=np.tile(together.page_tables[:, :1], (1, count, 1)),
+        page_counts=np.full((1, count), shared, np.int32),
+        rows=np.arange(count + 1, dtype=np.int32)[None])
+    got, want = (attend(query, cache, metadata._replace(prefixes=x)) for x in (together, apart))
+    np.testing.assert_array_equal(got.out, want.out)
+    np.testing.assert_array_equal(got.lse, want.lse)
+
   def test_groups_with_pools_of_their_own(self):
     calls = [call(seed, queries=QUERIES) for seed in (0, 1)]
     query = jnp.concatenate([x[0] for x in calls])

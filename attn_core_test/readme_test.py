@@ -24,10 +24,10 @@ RUN = "<!-- ci: run -->"  # marks the blocks of commands that .ci/run runs
 # Columns of the table of mechanisms, and what it calls implementations and their memory.
 PLACES = {"CPU": "cpu", "TPU": "tpu", "Hopper GPU": "gpu 9.0", "other GPU": "gpu"}
 KERNELS = {**dict.fromkeys(("vanilla", "xla", "xla_writing", "projected", "decode", "absorbed",
-                            "pages"), "XLA"), "cudnn": "cuDNN",
+                            "pages", "dequantized"), "XLA"), "cudnn": "cuDNN",
            **dict.fromkeys(("tpu", "tpu_writing", "tpu_remote", "gpu", "gpu_writing", "pages_tpu",
                             "pages_gpu", "decode_tpu", "decode_gpu", "projected_tpu",
-                            "projected_gpu"), "Pallas")}
+                            "projected_gpu", "dequantized_tpu", "dequantized_gpu"), "Pallas")}
 MEMORY = {capabilities.LINEAR: "linear", capabilities.LINEAR_BANDED: "linear †",
           capabilities.QUADRATIC: "quadratic"}
 # Rows of the table of times -> (case, direction) in the results of the benchmark.

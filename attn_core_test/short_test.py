@@ -221,15 +221,16 @@ class LoopProgramTest(parameterized.TestCase):
       program = jax.jit(ours("flash_attn2", causal)).lower(*shapes(1, 1024, 2, 16)).compile()
       self.assertEqual(count(program, "conditional"), conditions)
 
-  @parameterized.parameters("float32", "bfloat16")
-  def test_decode_step(self, dtype):
+  # That sums of 8 numbers are a product takes one function of bfloat16, and a tenth of the time.
+  @parameterized.parameters(("float32", 54), ("bfloat16", 55))
+  def test_decode_step(self, dtype, most):
     cache = jax.eval_shape(lambda: caches.dense.init(8, 8192, (8, 128), dtype=dtype))
     tokens = lambda heads: jax.ShapeDtypeStruct((8, 1, heads, 128), dtype)
     program = jax.jit(lambda q, k, v, cache: attention(q, k, v, cache_view=cache)).lower(
         tokens(32), tokens(8), tokens(8), cache).compile()
     self.assertLessEqual(count(program, "while"), 4)
     if jax.__version_info__ >= (0, 12):
-      self.assertLessEqual(functions(program), 54)
+      self.assertLessEqual(functions(program), most)
 
 
 class MemoryTest(parameterized.TestCase):

@@ -43,8 +43,9 @@ KERNELS = {
              "gpu 9.0": "context_parallel.gpu, context_parallel.xla",
              "tpu": "context_parallel.tpu_remote, context_parallel.tpu"},
     "autoregressive_decodeattn": {
-        "cpu, gpu": "decode.xla", "gpu 9.0": "decode.gpu, decode.xla",
-        "tpu": "decode.tpu, decode.xla"},
+        "cpu, gpu": "decode.xla, decode.dequantized",
+        "gpu 9.0": "decode.gpu, decode.dequantized_gpu, decode.xla, decode.dequantized",
+        "tpu": "decode.tpu, decode.dequantized_tpu, decode.xla, decode.dequantized"},
     "multi_latent_attention": {
         "cpu, gpu": "latent.projected, latent.decode, latent.absorbed",
         "gpu 9.0": "latent.decode_gpu, latent.projected_gpu, latent.projected, latent.decode, "
@@ -111,6 +112,15 @@ REFUSED = {
         "float16 float64 bias dropout weights precision softmax_dtype "
         "vmem_limit_bytes sequence_layout pages draft_mask scope prefixes stored_heads latent "
         "selected int4"),
+    "decode.dequantized": (
+        "bias dropout weights vmem_limit_bytes sequence_layout pages "
+        "draft_mask scope prefixes stored_heads latent selected"),
+    "decode.dequantized_tpu": (
+        "float16 float64 bias dropout weights softmax_dtype vmem_limit_bytes sequence_layout pages "
+        "draft_mask scope prefixes stored_heads latent selected"),
+    "decode.dequantized_gpu": (
+        "float64 mask_operands bias dropout weights precision softmax_dtype vmem_limit_bytes "
+        "sequence_layout pages draft_mask scope prefixes stored_heads latent selected"),
     "latent.projected": (
         "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
         "selected draft_mask scope prefixes stored_heads int4"),

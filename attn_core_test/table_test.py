@@ -14,6 +14,7 @@ import numpy as np
 
 from attn_core import (AttentionMechanism, BlockSizes, OperationMetadata, attention, explain, masks,
                        score_mods, table)
+from attn_core.caches import dense
 from attn_core.dispatch import selection
 from attn_core.dispatch.capabilities import FEATURES, Request
 from attn_core.kernels.gpu import mosaic
@@ -31,7 +32,7 @@ def request(*features, dtype=jnp.bfloat16, width=64, value_width=None, lengths=(
 def question(platform, asked):
   """Returns a question whose request does not depend on the placement of the call."""
   return selection.Question(selection.Target(platform, asked.capability), asked.lengths[0] == 1,
-                            lambda implementation: asked)
+                            None, lambda implementation: asked)
 
 
 def ask(mechanism, platform, asked):
@@ -186,22 +187,42 @@ class TableTest(parameterized.TestCase):
     self.assertEqual(choose("auto", platform, request("segments", "bias")), "flash_attn2")
     self.assertEqual(choose("auto", platform, request("weights")), "vanilla")
 
-  @parameterized.parameters(("cpu", "autoregressive_decodeattn"), ("gpu", "flash_attn2"),
-                            ("tpu", "flash_attn2"))
-  def test_auto_decodes_one_query_a_row_on_cpus(self, platform, chosen):
+  @parameterized.parameters(
+      *((platform, 1, True) for platform in ("cpu", "tpu", "gpu 9.0")), ("gpu 8.0", 1, False),
+      ("cpu", 8, True), ("cpu", 9, False), ("tpu", 64, True), ("tpu", 65, False),
+      ("gpu 9.0", 16, True), ("gpu 9.0", 17, False))
+  def test_auto_decodes_few_queries_a_row(self, place, queries, decodes):
+    platform, *capability = place.split()
+    metadata = OperationMetadata(platform=platform, compute_capability=(*capability, None)[0])
+    array = lambda length, heads: jax.ShapeDtypeStruct((2, length, heads, 64), jnp.bfloat16)
+    cache = jax.eval_shape(lambda: dense.init(2, 128, (2, 64), dtype="bfloat16"))
+    cached = explain(array(queries, 4), array(queries, 2), array(queries, 2), cache_view=cache,
+                     metadata=metadata)
+    whole = explain(array(queries, 4), array(128, 2), array(128, 2), query_offset=0,
+                    metadata=metadata)
+    tried = f"auto tries first on {platform} for {'one query' if queries == 1 else 'few queries'}"
+    for explanation, expected in ((cached, decodes), (whole, decodes and queries == 1)):
+      chosen = "autoregressive_decodeattn" if expected else "flash_attn2"
+      self.assertEqual(explanation.chosen, chosen)
+      self.assertEqual(explanation.verdicts[0].mechanism, chosen)
+      self.assertEqual(tried in str(explanation), expected)
+
+  @parameterized.parameters("cpu", "tpu", "gpu")
+  def test_auto_decodes_by_its_kernel_or_not_first(self, platform):
+    """Checks calls of one query that the row for few queries refuses."""
     metadata = OperationMetadata(platform=platform)
-    query, key = (jax.ShapeDtypeStruct((2, n, 2, 4), jnp.float32) for n in (1, 8))
+    query, key = (jax.ShapeDtypeStruct((2, n, 2, 64), jnp.float16) for n in (1, 8))
     explanation = explain(query, key, key, query_offset=7, metadata=metadata)
-    self.assertEqual(explanation.chosen, chosen)
-    tried = "tries first on cpu for one query a row"
-    self.assertEqual(tried in str(explanation), platform == "cpu")
-    # A call that it refuses goes to the next row; two queries are treated like many.
+    self.assertEqual(explanation.chosen, {"cpu": "autoregressive_decodeattn", "tpu": "blockwise",
+                                          "gpu": "flash_attn2"}[platform])
     explanation = explain(query, key, key, query_offset=7, metadata=metadata,
-                   bias=np.zeros((1, 1, 1, 8), np.float32))
-    self.assertEqual(explanation.chosen, "flash_attn2")
-    explanation = explain(*[jax.ShapeDtypeStruct((2, 2, 2, 4), jnp.float32)] * 3, metadata=metadata)
-    self.assertEqual(explanation.chosen, "flash_attn2")
-    self.assertNotIn(tried, str(explanation))
+                          bias=np.zeros((1, 1, 1, 8), np.float32))
+    self.assertIn(explanation.chosen, ("flash_attn2", "blockwise"))
+    self.assertNotIn("tries first", str(explanation))
+    # Only decoding reads caches of 8 bits, also without a kernel.
+    cache = jax.eval_shape(lambda: dense.init(2, 128, (2, 64), dtype="int8"))
+    self.assertEqual(explain(query, None, None, cache_view=cache, metadata=metadata).chosen,
+                     "autoregressive_decodeattn")
 
   def test_a_name_is_never_replaced(self):
     with self.assertRaisesRegex(NotImplementedError, "mechanism='sdpa'.*sinks.*'flash_attn2'"):

@@ -148,6 +148,12 @@ class RefusalTest(parameterized.TestCase):
                               rf"{51 * 2**20}: give at most {most} queries at a time$")
     self.assertIsNone(self.why(most, heads, width, dtype))
 
+  def test_more_rows_than_the_scalar_memory_holds(self):
+    query, key = (jax.ShapeDtypeStruct((2**15, n, 4, 128), jnp.bfloat16) for n in (1, 128))
+    said = explain(query, key, key, causal=False, metadata=TPU)
+    self.assertEqual(said.chosen, "flash_attn2")
+    self.assertRegex(str(said), r"decode.xla, not by decode.tpu: 32768 batch rows.*fewer rows")
+
   def test_one_query_of_too_many_wide_heads(self):
     self.assertIsNone(self.why(1, (16, 1), 512, "float32"))
     self.assertRegex(self.why(1, (32, 1), 512, "float32"), "give fewer or narrower heads$")

@@ -3,8 +3,10 @@
 """Runs TPU kernels on the CPU: with a race detector, and with the bytes of transfers counted."""
 
 import contextlib
+import dataclasses
 import functools
 import io
+import logging
 from typing import Any, Iterator, NamedTuple
 from unittest import mock
 
@@ -70,6 +72,30 @@ def interpreted(transfers: str = "on_wait") -> Iterator[None]:
         by_numpy()):
     yield
   assert "RACE" not in printed.getvalue(), printed.getvalue()
+
+
+@contextlib.contextmanager
+def watched(transfers: str = "on_wait", **more: Any) -> Iterator[io.StringIO]:
+  """Runs TPU kernels on the CPU; yields the text file that reports races.
+
+  Args:
+    transfers: when copies happen.
+    **more: other fields of `pltpu.InterpretParams`.
+  """
+  printed = io.StringIO()
+  fields = {field.name for field in dataclasses.fields(pltpu.InterpretParams)}
+  # An exception would leave other devices or cores waiting; older versions raise none.
+  more = {"on_race": "warn", **more} if "on_race" in fields else more
+  parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan",
+                                     dma_execution_mode=transfers, **more)
+  handler = logging.StreamHandler(printed)
+  logging.getLogger().addHandler(handler)
+  try:
+    with (contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(parameters),
+          by_numpy()):
+      yield printed
+  finally:
+    logging.getLogger().removeHandler(handler)
 
 
 @contextlib.contextmanager

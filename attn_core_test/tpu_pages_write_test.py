@@ -9,6 +9,7 @@ import functools
 import types
 from typing import NamedTuple
 import unittest
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -17,10 +18,11 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 import numpy as np
 
-from attn_core import BlockSizes, Heads, OperationMetadata, PagesMetadata, PagesV3, attention
+from attn_core import (BlockSizes, Heads, LatentOptions, OperationMetadata, PagesMetadata, PagesV3,
+                       attention)
 from attn_core.benchmark.static import profile as static_profile
-from attn_core.caches import pages
-from attn_core.kernels.tpu.ragged import new_tokens, runs
+from attn_core.caches import latent_pages, pages
+from attn_core.kernels.tpu.ragged import new_tokens, row_writes, runs
 from attn_core_test import sampling
 from attn_core_test.tpu_interpret import interpreted
 
@@ -195,6 +197,79 @@ class BytesTest(parameterized.TestCase):
                                  distribution=jnp.asarray([1, 1, 4], jnp.int32))
     Program(arrays(TOKENS, POOL, PAGE), requests, BlockSizes(block_q=4, block_kv=16)).check(
         self, requests)
+
+
+class LatentRowsTest(parameterized.TestCase):
+  """Latent rows, which are quantized for pages of 8 bits, and their scales."""
+
+  WIDTHS = (128, 20)
+
+  def operands(self, about, page, dtype, of="bfloat16", padded=True):
+    """Returns query, new rows and a cache, with NaN where no token is."""
+    rng, tokens = np.random.default_rng(3), int(about.query_start_loc[-1]) + 2
+    query = jnp.asarray(rng.normal(size=(tokens, 2, sum(self.WIDTHS))), of)
+    rows = jnp.asarray(rng.normal(size=(tokens, sum(self.WIDTHS))) * 10.0**rng.integers(
+        -3, 1, (tokens, 1)), of)
+    rows = rows.at[-1].set(jnp.nan).at[1].set(0)
+    cache = latent_pages.init(24, page, self.WIDTHS, dtype=dtype, padded=True)
+    if cache.scales is None:
+      cache = cache._replace(pages=jnp.full_like(cache.pages, jnp.nan))
+    else:
+      nan = lambda x: jnp.full_like(x, jnp.nan if x.dtype != jnp.int8 else 77)
+      scales = nan(cache.scales) if padded else nan(cache.scales)[:, :page]
+      cache = cache._replace(pages=nan(cache.pages), rope=nan(cache.rope), scales=scales)
+    held = latent_pages.from_dense(cache, jnp.asarray(rng.normal(
+        size=(len(about.context_lens), about.page_tables.shape[1] * page, sum(self.WIDTHS))), of),
+        about._replace(context_lens=about.context_lens - jnp.diff(about.query_start_loc)))
+    return query, rows, held
+
+  def check(self, lengths, queries, page, dtype, *, transfers="on_wait", **more):
+    row_pages = 6
+    tables = np.random.default_rng(0).permutation(24)[:row_pages * len(lengths)]
+    about = PagesMetadata(*(jnp.asarray(x, jnp.int32) for x in (
+        tables.reshape(len(lengths), -1), lengths, np.cumsum([0, *queries]))))
+    operands = self.operands(about, page, dtype, **more)
+    def run(query, rows, cache, about, platform):
+      found = attention(
+          query, rows, None, mechanism="multi_latent_ragged_page_attention", layout="thd",
+          cache_view=cache, cache_metadata=about, softmax_scale=0.1, return_lse=True,
+          latent_options=LatentOptions(*self.WIDTHS), block_sizes=BlockSizes(block_q=8),
+          metadata=OperationMetadata(platform=platform))
+      return found.attention_outputs, found.lse, found.cache_view
+    run = jax.jit(run, static_argnums=4)
+    with interpreted(transfers):
+      got = jax.block_until_ready(run(*operands, about, "tpu"))
+    query, rows, cache = operands
+    if cache.scales is not None:  # plain XLA rounds converted latents to the query's dtype
+      query = query.astype(jnp.float32)
+    want = run(query, rows, cache, about, "cpu")
+    for x, y in zip(got[:2], want[:2]):
+      np.testing.assert_allclose(np.float32(x), np.float32(y), atol=2**-6, rtol=2**-6)
+    self.assertFalse(np.isnan(np.float32(got[0])).any())
+    for x, y in zip(jax.tree.leaves(got[2]), jax.tree.leaves(want[2]), strict=True):
+      self.assertEqual((x.shape, x.dtype), (y.shape, y.dtype))
+      x, y = np.asarray(x), np.asarray(y)
+      if x.dtype == jnp.int8:  # XLA may round a quotient that is as near to two numbers otherwise
+        self.assertLessEqual(np.abs(np.int32(x) - y).max(), 1)
+        self.assertLessEqual((x != y).sum(), 10)
+      else:
+        self.assertEqual(x.tobytes(), y.tobytes())
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("int8", 64, (100, 0, 70), (75, 0, 3)), ("float8_e4m3fn", 16, (40, 9), (5, 1)),
+       ("int8", 128, (130, 300), (3, 70)), ("bfloat16", 16, (20, 9), (20, 2))],
+      ("float8_e4m3fn", 64, (100, 0, 70), (75, 0, 3)), ("int8", 16, (40, 9), (5, 1)),
+      ("float8_e4m3fn", 128, (130, 300), (3, 70)), ("int8", 48, (100, 40), (60, 1)),
+      ("int8", 6, (20, 9), (9, 1)), ("bfloat16", 64, (100, 0, 70), (75, 0, 3)),
+      ("int8", 64, (64, 65, 1), (1, 1, 1)), ("int8", 200, (399, 201), (199, 3))))
+  @mock.patch.object(row_writes, "MOST_SLOTS", 3)
+  def test_as_xla_writes_them(self, dtype, page, lengths, queries):
+    self.check(lengths, queries, page, dtype)
+
+  @parameterized.parameters(("eager", "float32", True), ("on_wait", "bfloat16", False))
+  def test_transfers_at_once_and_scales_without_padding(self, transfers, dtype, padded):
+    """Scales that are not padded are copied, and cut again."""
+    self.check((100, 70), (75, 3), 64, "int8", transfers=transfers, of=dtype, padded=padded)
 
 
 class DerivativesTest(absltest.TestCase):

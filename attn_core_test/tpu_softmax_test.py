@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import BlockSizes, MaskInfo, masks, score_mods
-from attn_core.kernels.tpu.flash import forward_step, softmax_choice
+from attn_core.kernels.tpu.flash import forward_step, softmax_choice, strip_loop
 from attn_core_test import sampling
 from attn_core_test.tpu_cases import Case
 from attn_core_test.tpu_interpret import interpreted
@@ -28,7 +28,12 @@ ONE_STEP = Case(dict(causal=False), masks.full(), B=2, T=256, H=2, D=32, dtype="
                 blocks=BlockSizes(128, 256))
 # A call of one step begins with the safe softmax.
 ONLY_STEP = ONE_STEP._replace(B=1, blocks=BlockSizes(256, 256))
-SHAPES = {"several_steps": SEVERAL, "one_step": ONE_STEP, "only_step": ONLY_STEP}
+# Of so many strips that the safe softmax computes them in a loop, in pairs; one is left of seven.
+# The loop has two parts of 256 queries, and one of 128.
+SIX_STRIPS = ONE_STEP._replace(S=2304, D=128, blocks=None)
+SEVEN_STRIPS = SIX_STRIPS._replace(T=128, S=3584)
+SHAPES = {"several_steps": SEVERAL, "one_step": ONE_STEP, "only_step": ONLY_STEP,
+          "six_strips": SIX_STRIPS, "seven_strips": SEVEN_STRIPS}
 CHANGES = {  # of batch row 0, by argument
     "nothing": {},
     **{f"times_{n}": {"query": lambda x, n=n: x.at[0].multiply(n)} for n in (8, 64, 512, 4096)},
@@ -108,7 +113,11 @@ class ChangesTest(parameterized.TestCase):
   @parameterized.named_parameters((f"{name}_{shape}", name, shape) for name, shape in (
       *itertools.product(CHANGES, ("several_steps", "one_step")),
       *itertools.product(("nothing", "times_512", "values_that_cancel", "a_nan_key",
-                          "an_infinite_value", "nan_and_large"), ("only_step",))))
+                          "an_infinite_value", "nan_and_large"), ("only_step",)),
+      *itertools.product(("nothing", "times_512", "logits_of_1e9", "hot_in_the_last_step",
+                          "low_then_high", "high_then_low", "values_that_cancel", "a_nan_key",
+                          "a_nan_query"), ("six_strips",)),
+      ("times_512", "seven_strips")))
   def test_equals_the_oracle(self, name, shape):
     usual, call, results = compiled(shape)
     arrays = {key: CHANGES[name].get(key, lambda x: x)(x) for key, x in usual.items()}
@@ -120,6 +129,17 @@ class ChangesTest(parameterized.TestCase):
     np.testing.assert_allclose(lse, exact, rtol=2e-6, atol=2e-6)
     for x, y in zip(found, results):
       np.testing.assert_array_equal(x[1:], y[1:])
+
+
+class StripsTest(parameterized.TestCase):
+
+  @parameterized.parameters(("one_step", False), ("six_strips", True), ("seven_strips", True))
+  def test_many_are_computed_in_a_loop(self, shape, expected):
+    case = SHAPES[shape]
+    with interpreted("eager"), mock.patch.object(
+        strip_loop, "fold", wraps=strip_loop.fold) as fold:
+      jax.jit(lambda arrays: case.call(arrays)).lower(case.shapes())
+    self.assertEqual(fold.called, expected)
 
 
 # A cap or a score mod may make the infinite scores of such a query finite.

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generations of TPUs: what old ones refuse, and blocks for those with little vector memory."""
 
+import itertools
 import re
 import unittest
 
@@ -12,9 +13,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
 
-from attn_core import Heads, OperationMetadata, PagesMetadata, PagesV2, attention, explain
+from attn_core import (Heads, LatentOptions, OperationMetadata, PagesMetadata, PagesV2, attention,
+                       explain)
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import dense, pages
+from attn_core.caches.paged import latent_pages
 from attn_core_test import decode_cases, sampling
 
 
@@ -84,6 +87,46 @@ class CompileTest(parameterized.TestCase):
       out, pull = jax.vjp(attend, *x)
       return pull(out)
     jax.jit(run).trace(x, x, x).lower(lowering_platforms=("tpu",)).compile()
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("pages", 1, (32, 8), "bfloat16"), ("dense", 8, (32, 8), "bfloat16")],
+      *itertools.product(("pages", "dense"), (1, 8, 64), ((32, 8), (8, 1), (16, 16)),
+                         ("bfloat16", "float32", "int8")),
+      *itertools.product(("latent_rows",), (1, 8), ((16, 1), (128, 1)), ("bfloat16", "int8"))))
+  def test_caches(self, kind, queries, heads, dtype):
+    """Compiles one kernel over a cache, or says why plain XLA runs."""
+    metadata, rows, (H, K) = self.metadata(), 4, heads
+    place = NamedSharding(metadata.mesh, P())
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    compute = "bfloat16" if dtype == "int8" else dtype
+    about = PagesMetadata(*(array(jnp.int32, *x) for x in ((rows, 256), (rows,), (rows + 1,))))
+    options = {"layout": "thd", "cache_metadata": about}
+    query, new = array(compute, rows * queries, H, 128), None
+    if kind == "dense":
+      make = lambda: dense.init(rows, 4096, (K, 128), dtype=dtype)
+      query, options = array(compute, rows, queries, H, 128), {}
+    elif kind == "pages":
+      make = lambda: pages.init(PagesV2, 1024, 16, Heads(K, 128, 128), dtype,
+                                "tensor" if dtype == "int8" else None)
+    else:
+      make = lambda: latent_pages.init(1024, 64, (512, 64), dtype=dtype, padded=True)
+      query, new = array(compute, rows * queries, H, 576), array(compute, rows * queries, 576)
+      options |= {"latent_options": LatentOptions(512, 64), "softmax_scale": 0.1}
+    cache = jax.tree.map(lambda x: array(x.dtype, *x.shape), jax.eval_shape(make))
+    found = explain(query, new, None, cache_view=cache, metadata=metadata, **options)
+    kernel = next(v for v in found.verdicts if v.mechanism == found.chosen)
+    about = options.pop("cache_metadata", None)
+    call = lambda query, new, cache, about: attention(
+        query, new, None, cache_view=cache, metadata=metadata, cache_metadata=about,
+        **options).attention_outputs
+    text = jax.jit(call).trace(query, new, cache, about).lower(
+        lowering_platforms=("tpu",)).compile().as_text()
+    is_kernel = kernel.kernel in ("decode.tpu", "paged.tpu", "latent.pages_tpu", "flash.tpu")
+    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), int(is_kernel))
+    if not is_kernel:
+      self.assertIn("bytes", str(kernel))
+    elif dtype == "bfloat16":
+      self.assertIn(kernel.kernel, ("decode.tpu", "paged.tpu", "latent.pages_tpu"))
 
 
 if __name__ == "__main__":

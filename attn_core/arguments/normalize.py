@@ -96,7 +96,8 @@ def normalize(a: AttentionArguments) -> Normalized:
   version = metadata_lib.resolved_tpu_version(metadata)
   spec = make_spec(a, metadata, query, structure)._replace(
       score_mod=of_mod, latent_width=None if options is None else options.latent_width,
-      matrix_depth=devices.matrix_depth(version))
+      matrix_depth=devices.matrix_depth(version), int8_products=devices.multiplies_int8(version),
+      num_cores=metadata_lib.resolved_num_cores(metadata))
   operands = Operands(
       query, key, value, bias, MaskOperands(tuple(map(jnp.asarray, arrays))), sinks,
       _dropout_words(a.dropout_rng, spec.dropout_prob), scales[0], scales[1], tuple(mods),
@@ -106,7 +107,8 @@ def normalize(a: AttentionArguments) -> Normalized:
   rules = metadata.get_shardings(mode, "bthd")
   request = request_of(call, features.features_of(a, call),
                        metadata_lib.resolved_capability(metadata), metadata.ring.transfer, version)
-  request = request._replace(latent=latent.widths_of(options))
+  request = request._replace(latent=latent.widths_of(options),
+                             blocks=block_sizes.with_chip_memory(call.block_sizes, version))
   return Normalized(call, request, metadata, rules, dtype, step)
 
 

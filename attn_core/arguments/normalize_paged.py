@@ -14,7 +14,7 @@ from attn_core.arguments import (block_sizes, features as features_lib, latent, 
                                  normalize_score_mod)
 from attn_core.arguments.arguments import AttentionArguments, Shaped
 from attn_core.caches import quantize
-from attn_core.config import metadata as metadata_lib
+from attn_core.config import devices, metadata as metadata_lib
 from attn_core.config.metadata import OperationMetadata
 from attn_core.caches.paged import layouts, request_groups, validate
 from attn_core.caches.paged.latent_layout import PagesLatent
@@ -87,10 +87,12 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
       stored("attn_key", a.key), stored("attn_value", a.value), mods=dense.operands.mods,
       up=latent.up_projections(a.latent_options, compute))
   chunk = checks.chunk_size(a.chunk_size)
+  version = metadata_lib.resolved_tpu_version(metadata)
   spec = PagedSpec(dense.spec.softmax_scale, dense.spec.logits_soft_cap, bool(a.causal),
                    (left, right), dense.spec.softmax_dtype, dense.spec.precision,
                    chunk if chunk is not None and chunk < 2**30 else None,
-                   score_mod=dense.spec.score_mod)
+                   score_mod=dense.spec.score_mod, int8_products=devices.multiplies_int8(version),
+                   num_cores=metadata_lib.resolved_num_cores(metadata))
   features = features_lib.features_of(a, dense)
   del features["cache"]
   features["pages"] = f"a cache_view of {layout.__name__}"
@@ -114,12 +116,12 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
       metadata.partition_axis)
   shapes = shard_paged.local_shapes(operands, None if error else placement, heads)
   request = request_of(
-      dense, features, metadata_lib.resolved_capability(metadata),
-      tpu_version=metadata_lib.resolved_tpu_version(metadata))._replace(
+      dense, features, metadata_lib.resolved_capability(metadata), tpu_version=version)._replace(
       placement=placement, placement_error=error, latent=latent.widths_of(a.latent_options),
       pages=PagesRequest(
           layout.__name__, shapes, spec.window,
-          placement is not None and bool(placement.keys), dense.block_sizes))
+          placement is not None and bool(placement.keys),
+          block_sizes.with_chip_memory(dense.block_sizes, version)))
   call = dense._replace(operands=operands, spec=spec)
   return steps.Normalized(call, request, metadata, None, query.dtype, None)
 

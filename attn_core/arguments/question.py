@@ -31,7 +31,9 @@ def question_of(normal: Normalized) -> selection.Question:
   target = selection.Target(metadata_lib.resolved_platform(normal.metadata),
                             normal.request.capability)
   queries, keys = normal.request.lengths
-  return selection.Question(target, queries == 1 and keys != 1, request_for)
+  is_cached = "cache" in normal.request.features and are_known(queries)
+  return selection.Question(target, queries == 1 and keys != 1, queries if is_cached else None,
+                            request_for)
 
 
 def _placed_request(normal: Normalized, implementation: Implementation) -> Request:

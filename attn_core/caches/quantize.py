@@ -33,6 +33,9 @@ LIMITS = {"int8": 127.0, "float8_e4m3fn": 448.0, "int4": 7.0}
 EIGHT_BITS = ("int8", "float8_e4m3fn")
 GROUP = 32  # columns that share a scale, with 4 bits
 PACKED = jnp.dtype("uint8")  # of arrays that hold two numbers of 4 bits in a byte
+# From so many queries of a row on, a cache is dequantized as a whole, where it can be, before any
+# query attends to it.
+MANY_QUERIES = 32
 
 
 Tree = TypeVar("Tree")
@@ -135,19 +138,35 @@ def quantize(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
   checks.array("x", x, "float [..., width]")
   checks.require(jnp.issubdtype(x.dtype, jnp.floating) and x.ndim >= 1 and x.shape[-1] >= 1, "x",
                  checks.describe(x), "float [..., width], width >= 1")
-  limit, grouped = LIMITS[dtype.name], dtype.name == "int4"
+  grouped = dtype.name == "int4"
   x = constant(x, f"keys and values in {dtype.name}").astype(jnp.float32)
   largest = jnp.abs(x)
   if grouped:
     padding = ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % GROUP),)
     largest = jnp.pad(largest, padding).reshape(*x.shape[:-1], -1, GROUP)
-  # At least the smallest normal number, so that a vector of zeros is not divided by 0.
-  scales = jnp.maximum(largest.max(-1) / limit, jnp.finfo(jnp.float32).tiny)
-  scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
+  scales = scale_of(largest.max(-1), dtype)
   scaled = x / (per_column(scales, x.shape[-1]) if grouped else scales[..., None])
-  if grouped or jnp.issubdtype(dtype, jnp.integer):
-    scaled = jnp.clip(jnp.round(jnp.nan_to_num(scaled)), -limit, limit)
-  return scaled.astype(jnp.int8 if grouped else dtype), scales
+  return rounded(scaled, dtype).astype(jnp.int8 if grouped else dtype), scales
+
+
+def scale_of(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
+  """Returns scales of vectors whose largest magnitudes are given, float32 as these."""
+  # XLA multiplies in place of a division by a constant: so that kernels have the same bits, too.
+  scales = largest * np.float32(1 / LIMITS[jnp.dtype(dtype).name])
+  # At least the smallest normal number, so that a vector of zeros is not divided by 0.
+  scales = jnp.maximum(scales, jnp.finfo(jnp.float32).tiny)
+  return jnp.where(jnp.isfinite(scales), scales, jnp.nan)
+
+
+def rounded(scaled: jax.Array, dtype: DTypeLike) -> jax.Array:
+  """Returns quotients of numbers and their scales as `dtype` has them, but still in float32.
+
+  Those of float8_e4m3fn are rounded where they are converted to it.
+  """
+  name = jnp.dtype(dtype).name
+  if not jnp.issubdtype(jnp.dtype(dtype), jnp.integer):
+    return scaled
+  return jnp.clip(jnp.round(jnp.nan_to_num(scaled)), -LIMITS[name], LIMITS[name])
 
 
 def per_column(scales: jax.Array, width: int, group: int = GROUP) -> jax.Array:

@@ -29,6 +29,8 @@ TPU_VERSIONS = ("v2", "v3", "v4", "v5", "v5e", "v5p", "v6", "v6e", "v7", "v7x")
 SMALL_VMEM_BYTES = {"v4": 2**24}
 # Numbers of a row that the matrix unit of a TPU multiplies at once, where these are more than 128.
 MATRIX_DEPTHS: dict[str | None, int] = {"v6e": 256}
+# TPUs whose matrix unit multiplies int8 by int8; others convert both before.
+INT8_PRODUCTS: frozenset[str | None] = frozenset({"v5e", "v5p", "v6e"})
 
 
 class AnyDevice(Protocol):
@@ -95,6 +97,11 @@ def tpu_version(device_kind: str) -> str:
 def matrix_depth(version: str | None) -> int:
   """Numbers of a row that the matrix unit of a TPU multiplies at once; the least, if not known."""
   return MATRIX_DEPTHS.get(version, 128)
+
+
+def multiplies_int8(version: str | None) -> bool:
+  """Whether the matrix unit of a TPU multiplies int8 by int8; False if not known."""
+  return version in INT8_PRODUCTS
 
 
 def _device(device: AnyDevice | None) -> AnyDevice:

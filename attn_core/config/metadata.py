@@ -4,7 +4,7 @@
 
 Static, hashable data: it crosses the boundary of `jax.jit` as a part of the treedef. The mesh, the
 platform and the compute capability may be None; `resolved_mesh`, `resolved_platform`,
-`resolved_capability` and `resolved_tpu_version` determine them.
+`resolved_capability`, `resolved_tpu_version` and `resolved_num_cores` determine them.
 """
 
 from collections.abc import Mapping
@@ -305,6 +305,17 @@ def resolved_tpu_version(metadata: OperationMetadata) -> str | None:
   That of the first known of: the devices of the mesh, `jax.default_device`, the first device of
   JAX's default backend.
   """
+  device = _tpu(metadata)
+  return None if device is None else devices.tpu_version(device.device_kind)
+
+
+def resolved_num_cores(metadata: OperationMetadata) -> int:
+  """The cores of a TPU that share a kernel; 1: unknown, or the platform is not TPU."""
+  return getattr(_tpu(metadata), "num_cores", None) or 1
+
+
+def _tpu(metadata: OperationMetadata) -> Any:
+  """One of the TPUs that `resolved_tpu_version` describes; None: unknown, or not TPU."""
   if resolved_platform(metadata) != "tpu":
     return None
   mesh = resolved_mesh(metadata)
@@ -312,9 +323,8 @@ def resolved_tpu_version(metadata: OperationMetadata) -> str | None:
     mesh = array_axes.current_mesh()
   device: Any = (mesh.devices.flat[0] if isinstance(mesh, Mesh) and not mesh.empty
                  else getattr(mesh, "abstract_device", None) or _default_device())
-  if getattr(device, "platform", None) != "tpu":  # a program for TPUs may be traced elsewhere
-    return None
-  return devices.tpu_version(device.device_kind)
+  # A program for TPUs may be traced elsewhere.
+  return device if getattr(device, "platform", None) == "tpu" else None
 
 
 def _default_platform() -> str:

@@ -10,13 +10,20 @@ from attn_core.dispatch.capabilities import Implementation, Request
 from attn_core.types import PLATFORMS, AttentionMechanism
 
 
+class FewQueries(NamedTuple):
+  """The mechanism that `auto` tries first where each row has few queries."""
+
+  mechanism: str
+  most_cached: int  # queries of a row over a dense cache; over other keys, one
+
+
 class Rules(NamedTuple):
   """The literal rows that `attn_core.table` holds."""
 
   table: Mapping[tuple[str, str], Implementation]  # (mechanism, place)
   missing: Mapping[str, str]  # mechanism -> why a platform has no row
   auto: Mapping[str, tuple[str, ...]]  # platform -> the names that `auto` tries, in this order
-  auto_one_query: Mapping[str, str]  # platform -> the name that goes before, for one query a row
+  auto_few_queries: Mapping[str, FewQueries]  # place -> what goes before, if its row there runs
 
 
 class Target(NamedTuple):
@@ -31,6 +38,7 @@ class Question(NamedTuple):
 
   target: Target
   one_query: bool  # whether each row has one query and several keys
+  cached_queries: int | None  # queries of a row over a dense cache; None: no cache, or not known
   request_for: Callable[[Implementation], Request]  # the call as placed for an implementation
 
 
@@ -61,8 +69,13 @@ def names() -> tuple[str, ...]:
 
 def find(rules: Rules, mechanism: str, target: Target) -> Implementation | None:
   """Returns the row of a mechanism; that of a compute capability goes before the platform's."""
-  special = rules.table.get((mechanism, f"{target.platform} {target.capability}"))
+  special = rules.table.get((mechanism, _place(target)))
   return rules.table.get((mechanism, target.platform)) if special is None else special
+
+
+def _place(target: Target) -> str:
+  """Returns the name of GPUs of a compute capability, or of a platform."""
+  return target.platform if target.capability is None else f"{target.platform} {target.capability}"
 
 
 def ask(rules: Rules, mechanism: str, question: Question) -> Verdict:
@@ -93,8 +106,10 @@ def _why(rules: Rules, mechanism: str, question: Question, candidate: Implementa
   """Returns why a candidate runs, where there are several."""
   platform, capability = question.target
   parts = []
-  if question.one_query and mechanism == rules.auto_one_query.get(platform):
-    parts.append(f"which auto tries first on {platform} for one query a row")
+  if mechanism == _first_for_few(rules, question) and candidate is find(
+      rules, mechanism, question.target):
+    count = "one query" if question.one_query else "few queries"
+    parts.append(f"which auto tries first on {platform} for {count} a row")
   if passed_over:
     parts.append(f"not by {'; '.join(passed_over)}")
   elif candidate.fallback is not None:
@@ -106,23 +121,36 @@ def _why(rules: Rules, mechanism: str, question: Question, candidate: Implementa
 
 def ask_all(rules: Rules, question: Question) -> tuple[Verdict, ...]:
   """Returns every mechanism's answer, in the order in which `auto` tries them, then the others."""
-  order = _auto_order(rules, question)
-  order += [name for name in names() if name not in order]
-  return tuple(ask(rules, name, question) for name in order if name != "auto")
+  order = [*rules.auto[question.target.platform]]
+  order += [name for name in names() if name not in (*order, "auto")]
+  first = _first_for_few(rules, question)
+  verdicts = [ask(rules, name, question) for name in order]
+  return tuple(sorted(verdicts, key=lambda verdict: verdict.mechanism != first
+                      or not _is_own(rules, question, verdict)))
 
 
-def _auto_order(rules: Rules, question: Question) -> list[str]:
-  """Returns the names that `auto` tries, whatever their memory."""
-  platform = question.target.platform
-  first = rules.auto_one_query.get(platform) if question.one_query else None
-  return sorted(rules.auto[platform], key=lambda name: name != first)
+def _first_for_few(rules: Rules, question: Question) -> str | None:
+  """Returns the name that `auto` tries first where each row has few queries, or None."""
+  few = rules.auto_few_queries.get(_place(question.target))
+  if few is None:
+    return None
+  cached = question.cached_queries
+  is_few = question.one_query or cached is not None and cached <= few.most_cached
+  return few.mechanism if is_few else None
+
+
+def _is_own(rules: Rules, question: Question, verdict: Verdict) -> bool:
+  """Returns whether a mechanism's row runs itself, not a fallback."""
+  row = find(rules, verdict.mechanism, question.target)
+  return row is not None and verdict.implementation is row
 
 
 def choose(rules: Rules, mechanism: str, question: Question) -> Verdict:
   """Returns the verdict of the mechanism that runs.
 
-  A mechanism asked for by name is never replaced. `auto` takes the first of `Rules.auto` that
-  supports the call, and one of quadratic memory only if none of linear memory does.
+  A mechanism asked for by name is never replaced. `auto` takes that of `Rules.auto_few_queries` if
+  its row runs, else the first of `Rules.auto` that supports the call, and one of quadratic memory
+  only if none of linear memory does.
 
   Raises:
     ValueError: an unknown mechanism or platform, or a call that cannot be placed.
@@ -136,10 +164,16 @@ def choose(rules: Rules, mechanism: str, question: Question) -> Verdict:
     if value not in known:
       raise ValueError(f"{what}={value!r}: expected one of {', '.join(map(repr, known))}"
                        + checks.suggestion(value, known, aliases))
-  order = _auto_order(rules, question) if mechanism == "auto" else [mechanism]
+  order = rules.auto[platform] if mechanism == "auto" else (mechanism,)
+  asked: dict[str, Verdict] = {}
+  first = _first_for_few(rules, question) if mechanism == "auto" else None
+  if first is not None:
+    asked[first] = verdict = ask(rules, first, question)
+    if _is_own(rules, question, verdict) and _is_linear(verdict, question):
+      return verdict
   able, verdicts = None, []
   for name in order:
-    verdict = ask(rules, name, question)
+    verdict = asked.get(name) or ask(rules, name, question)
     verdicts.append(verdict)
     if not verdict.reasons and _is_linear(verdict, question):
       return verdict

@@ -14,9 +14,10 @@ from attn_core.autodiff import primitives
 from attn_core.caches import slots
 from attn_core.kernels.common import online_softmax
 from attn_core.kernels.common.contract import Kernel, Residuals
-from attn_core.kernels.xla import decode as xla_decode
+from attn_core.kernels.xla import decode as xla_decode, flash as xla_flash
 from attn_core.masks import constructors, materialize
 from attn_core.masks.mask import Mask
+from attn_core.mechanisms import flash
 from attn_core.score_mods import evaluate
 from attn_core.sharding import lse_combine, shard_map
 from attn_core.types import AttentionOutput, Call, MaskOperands, Operands
@@ -37,6 +38,32 @@ def gpu(call: Call) -> AttentionOutput:
   """Decodes by a Mosaic GPU kernel for Hopper GPUs; gradients are those of plain XLA."""
   from attn_core.kernels.gpu.split_kv import decode  # imported when chosen: Mosaic GPU takes 0.3 s
   return by_kernel(decode.make_kernel(xla_decode.KERNEL), call)
+
+
+def dequantized(call: Call) -> AttentionOutput:
+  """Attends to a quantized cache by block-wise attention in plain XLA.
+
+  Keys and values are dequantized once, to the query's dtype, which costs many queries less than
+  each block of keys by itself does.
+  """
+  return _dequantized(xla_flash.KERNEL, call)
+
+
+def dequantized_tpu(call: Call) -> AttentionOutput:
+  """Attends to a quantized cache by the block-wise kernels for TPUs; see `dequantized`."""
+  return _dequantized(flash.tpu_kernel(), call)
+
+
+def dequantized_gpu(call: Call) -> AttentionOutput:
+  """Attends to a quantized cache by the block-wise kernels for Hopper; see `dequantized`."""
+  return _dequantized(flash.gpu_kernel(), call)
+
+
+def _dequantized(kernel: Kernel, call: Call) -> AttentionOutput:
+  """Runs a block-wise kernel on the dequantized keys and values of each shard."""
+  mesh = shard_map.partitioner_mesh(call.placement)
+  return flash.sharded(lambda operands: primitives.attend(
+      kernel, xla_decode.dequantized(operands), call.spec, call.block_sizes, mesh), call)
 
 
 def by_kernel(kernel: Kernel, call: Call) -> AttentionOutput:

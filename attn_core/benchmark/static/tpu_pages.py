@@ -30,10 +30,13 @@ class Kind(NamedTuple):
 
 # The first one, and others that differ in one number; few heads, as of a model over several chips.
 FORMS = ((16, (32, 8), 128, ""), (64, (32, 8), 128, ""), (256, (32, 8), 128, ""),
-         (16, (64, 8), 128, ""), (16, (32, 8), 64, ""), (16, (32, 8), 256, ""),
+         (16, (64, 8), 128, ""), (64, (64, 8), 128, ""), (256, (64, 8), 128, ""),
+         (16, (32, 8), 64, ""), (16, (32, 8), 256, ""),
          (16, (32, 8), 128, "float8_e4m3fn"), (16, (32, 8), 128, "int8"),
          (16, (16, 4), 128, ""), (16, (16, 2), 128, ""), (16, (8, 1), 128, ""),
-         (64, (8, 1), 128, ""), (256, (8, 1), 128, ""), (16, (8, 1), 128, "float8_e4m3fn"))
+         (64, (8, 1), 128, ""), (256, (8, 1), 128, ""), (16, (8, 1), 64, ""),
+         (16, (8, 1), 256, ""), (16, (8, 1), 128, "float8_e4m3fn"), (16, (8, 1), 128, "int8"))
+# Prefills of tpu-inference with 64/8 heads do not fit its vector memory.
 FEW_HEADS = ((16, (8, 1), 128, ""), (64, (8, 1), 128, ""), (16, (8, 1), 128, "float8_e4m3fn"))
 SEVERAL = ((16, (32, 8), 128, ""), (16, (8, 1), 128, ""))
 # Of 576 numbers 512 are the value.
@@ -47,8 +50,10 @@ KINDS = (
     Kind("drafts8", (0, 8), (2048, 8), SEVERAL, {OURS: ((0, 0),)}),
     Kind("trees8", (0, 8), (2048, 8), SEVERAL, {OURS: ((0, 0),)}),
     Kind("short", (256, 0), (128, 1), FORMS[:1], {OURS: ((0, 0),), RPA: ((0, 0),)}),
-    Kind("prefill", (0, 1), (512, 512), FEW_HEADS, {OURS: ((0, 0),), RPA: ((128, 512), (64, 512))}),
-    Kind("mixed", (8, 1), (1024, 128), FEW_HEADS, {OURS: ((0, 0),), RPA: ((64, 512), (32, 512))}),
+    Kind("prefill", (0, 1), (512, 512), (*FEW_HEADS, FORMS[0]),
+         {OURS: ((0, 0),), RPA: ((128, 512), (64, 512), (32, 512))}),
+    Kind("mixed", (8, 1), (1024, 128), (*FEW_HEADS, FORMS[0], FORMS[3]),
+         {OURS: ((0, 0),), RPA: ((64, 512), (32, 512))}),
     Kind("latent", (8, 0), (4096, 1), LATENTS, {OURS_LATENT: ((0, 0),)}),
     Kind("dense", (8, 0), (4096, 1), DENSE, {OURS_DENSE: ((0, 0),)}))
 
@@ -56,8 +61,7 @@ KINDS = (
 def programs(chip: str, kinds: Iterable[str] = ("decode", "prefill", "mixed")) -> Iterator[Program]:
   """Yields all programs of some kinds for a chip.
 
-  Decoding in all forms, many requests in the first one. Prefill and mixed have one key head: with
-  eight, a program is compiled for more than three minutes.
+  Decoding in all forms, many requests in the first one, prefill and mixed in a few.
 
   Args:
     chip: a name of `profile.CHIPS`.

@@ -31,7 +31,8 @@ class PagesLatent(NamedTuple):
   widths: LatentWidths
   # [P, page_size, rope] where the latents have 8 bits, or padded in the same way.
   rope: Array | None = None
-  scales: Array | None = None  # float32 [P, page_size] of latents in 8 bits
+  # float32 [P, page_size] of latents in 8 bits, or padded to a multiple of 128 tokens a page.
+  scales: Array | None = None
 
   @property
   def width(self) -> int:
@@ -39,8 +40,13 @@ class PagesLatent(NamedTuple):
     return self.widths.latent + self.widths.rope
 
   @property
+  def token_scales(self) -> Array | None:
+    """The scales of all tokens, [P, page_size]."""
+    return None if self.scales is None else self.scales[:, :self.pages.shape[1]]
+
+  @property
   def key_scales(self) -> Array | None:
-    """The scales of the latents, which are a part of the keys."""
+    """The scales of the latents, which are a part of the keys; see `scales`."""
     return self.scales
 
   @property
@@ -66,7 +72,7 @@ def reader(cache: PagesLatent, dtype: DTypeLike) -> Callable[..., jax.Array]:
   """
   tokens = cache.pages.shape[0] * cache.pages.shape[1]
   rows, rope, scales = (None if x is None else x.reshape(tokens, 1, *x.shape[2:])
-                        for x in (cache.pages, cache.rope, cache.scales))
+                        for x in (cache.pages, cache.rope, cache.token_scales))
   latent = cache.widths.latent
 
   def part(name: str, tokens: slice = slice(None), columns: slice | None = None) -> jax.Array:
@@ -101,8 +107,10 @@ def propagate_nan(cache: PagesLatent, finite: jax.Array) -> PagesLatent:
   if not apart:
     return cache
   assert cache.rope is not None and cache.scales is not None
+  missing = cache.scales.shape[1] - finite.shape[1]
+  of_scales = jnp.pad(finite, ((0, 0), (0, missing)), constant_values=True)
   return cache._replace(rope=jnp.where(finite[..., None], cache.rope, jnp.nan),
-                        scales=jnp.where(finite, cache.scales, 0))
+                        scales=jnp.where(of_scales, cache.scales, 0))
 
 
 def add(cache: PagesLatent, ids: jax.Array, key: jax.Array, value: jax.Array) -> PagesLatent:
@@ -122,6 +130,12 @@ def add(cache: PagesLatent, ids: jax.Array, key: jax.Array, value: jax.Array) ->
 def pad(held: Array, rows: jax.Array) -> jax.Array:
   """Pads rows [tokens, width] with zeros to the width of pages [P, page_size, padded]."""
   return jnp.pad(rows, ((0, 0), (0, held.shape[2] - rows.shape[1])))
+
+
+def check_dtype(cache: PagesLatent, rows: jax.Array) -> None:
+  """Raises ValueError if new rows have another dtype than pages that hold them as they are."""
+  checks.require(cache.scales is not None or rows.dtype == cache.pages.dtype, "latents",
+                 checks.describe(rows), f"the dtype of the pages, {cache.pages.dtype}")
 
 
 def check(cache: PagesLatent) -> None:
@@ -153,7 +167,7 @@ def check(cache: PagesLatent) -> None:
     checks.array(f"cache_view.{name}", y, wanted_array)
     fits = y.dtype == jnp.float32 if name == "scales" else (
         jnp.issubdtype(y.dtype, jnp.floating) and y.dtype.itemsize > 1)
-    in_lanes = (*x.shape[:2], *map(padded_width, last))
+    in_lanes = (*shape[:-1], padded_width(shape[-1]))
     wanted_array += "" if in_lanes == shape else f", or padded to {list(in_lanes)}"
     checks.require(fits and y.shape in (shape, in_lanes), f"cache_view.{name}", checks.describe(y),
                    wanted_array)

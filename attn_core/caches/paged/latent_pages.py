@@ -17,8 +17,6 @@ Shapes: R requests, P pages of the pool, T new tokens; latent and rope are the w
 of a row.
 """
 
-from collections.abc import Callable
-
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -49,7 +47,8 @@ def init(num_pages: int, page_size: int, widths: tuple[int, int] | LatentWidths,
     sharding: of the pages [P, page_size, latent + rope]: a NamedSharding, or a PartitionSpec over
       the mesh of `jax.set_mesh`, which shards the first dimension only. None: not sharded.
     padded: whether rows are padded with zeros to a multiple of 128 numbers, such as 576 to 640: the
-      kernel for TPUs reads no others. In 8 bits the rotary part is padded by itself.
+      kernel for TPUs reads no others. In 8 bits the rotary part is padded by itself, and the scales
+      of a page to those of a multiple of 128 tokens, so that this kernel copies them from there.
 
   Returns:
     A cache, all zeros.
@@ -76,7 +75,7 @@ def init(num_pages: int, page_size: int, widths: tuple[int, int] | LatentWidths,
   stored = latent_layout.padded_width if padded else int
   if not quantize.has_8_bits(given):
     return PagesLatent(zeros(given, stored(width)), parts)
-  scales = device_parts.full((num_pages, page_size), 1, jnp.float32, whole)
+  scales = device_parts.full((num_pages, stored(page_size)), 1, jnp.float32, whole)
   return PagesLatent(zeros(given, parts.latent), parts, zeros(rest, stored(parts.rope)), scales)
 
 
@@ -145,39 +144,16 @@ def append(cache: PagesLatent, latents: Array, mapping: Array) -> PagesLatent:
 @device_parts.one_program()
 def _appended(cache: PagesLatent, rows: checks.Array, mapping: Array) -> PagesLatent:
   """Writes rows that fit the pages to the slots `mapping`."""
-  (pages, *rope), cache = append_scales(cache, jnp.asarray(rows), lambda: mapping)
-  place = token_writes.places(cache, mapping)
-  cache = cache._replace(pages=device_pages.write(cache.pages, pages, 0, *place))
-  if not rope:
-    return cache
-  assert cache.rope is not None
-  return cache._replace(rope=device_pages.write(cache.rope, rope[0], 0, *place))
-
-
-def append_scales(cache: PagesLatent, rows: jax.Array, mapping: Callable[[], Array],
-                  ) -> tuple[tuple[jax.Array, ...], PagesLatent]:
-  """Does all of `append` but writing the rows, for kernels that write these.
-
-  Args:
-    cache: the pages.
-    rows: [T, latent + rope].
-    mapping: returns the slots; called only where the pages have scales.
-
-  Returns:
-    (the rows as the pages hold them: [T, padded width], or in 8 bits the latents and the rotary
-    part, the cache with the tokens' scales).
-  """
-  dtype, latent = cache.pages.dtype, cache.widths.latent
+  rows, latent = jnp.asarray(rows), cache.widths.latent
+  latent_layout.check_dtype(cache, rows)
+  write = lambda held, new: device_pages.write(held, new, 0, *token_writes.places(cache, mapping))
   if cache.scales is None:
-    checks.require(rows.dtype == dtype, "latents", checks.describe(rows),
-                   f"the dtype of the pages, {dtype}")
-    return (latent_layout.pad(cache.pages, rows),), cache
+    return cache._replace(pages=write(cache.pages, latent_layout.pad(cache.pages, rows)))
   assert cache.rope is not None
-  latents, scales = quantize.quantize(rows[:, :latent], dtype)
+  latents, scales = quantize.quantize(rows[:, :latent], cache.pages.dtype)
   rope = latent_layout.pad(cache.rope, rows[:, latent:].astype(cache.rope.dtype))
-  place = token_writes.places(cache, mapping())
-  return (latents, rope), cache._replace(
-      scales=device_pages.write(cache.scales, scales, 0, *place))
+  return cache._replace(pages=write(cache.pages, latents), rope=write(cache.rope, rope),
+                        scales=write(cache.scales, scales))
 
 
 def to_dense(cache: PagesLatent, pages_metadata: PagesMetadata,

@@ -54,14 +54,15 @@ def _exp_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
 
 def _exp_cpu(x: jax.Array) -> jax.Array:
   x = jnp.maximum(x, np.float32(_SMALLEST))
-  shifted = lax.bitcast_convert_type(x * np.float32(1 / np.log(2.0)) + _ROUND, jnp.int32)
-  n = shifted - np.int32(_ROUND.view(np.int32))
-  whole = n.astype(jnp.float32)
-  r = x - whole * np.float32(_LOG2_HIGH) - whole * np.float32(_LOG2_LOW)
+  # Rounded by an operation of its own: LLVM may compute n twice, with a fused multiply-add in one
+  # of them only. If n came from adding `_ROUND`, the two could differ, and the result be double.
+  n = lax.round(x * np.float32(1 / np.log(2.0)), lax.RoundingMethod.TO_NEAREST_EVEN)
+  r = x - n * np.float32(_LOG2_HIGH) - n * np.float32(_LOG2_LOW)
   y: jax.Array | np.float32 = np.float32(_COEFFICIENTS[-1])
   for c in (*_COEFFICIENTS[-2::-1], 1.0, 1.0):
     y = y * r + np.float32(c)
-  return y * lax.bitcast_convert_type((n + np.int32(127)) << np.int32(23), jnp.float32)
+  exponent = lax.bitcast_convert_type(n + _ROUND, jnp.int32) - np.int32(_ROUND.view(np.int32) - 127)
+  return y * lax.bitcast_convert_type(exponent << np.int32(23), jnp.float32)
 
 
 def narrow(x: jax.Array, dtype: DTypeLike) -> jax.Array:

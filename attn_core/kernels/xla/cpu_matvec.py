@@ -18,11 +18,15 @@ import jax.numpy as jnp
 
 # With at least this many rows, a matrix product is as fast on a CPU.
 MANY_ROWS = 8
+# With fewer rows, a product of keys and rows is faster on a CPU than one of rows and keys, if its
+# result is not transposed before another operation: XLA would turn the product around.
+ROWS_FIRST = 64
 # Number of parallel sums of products: one register of XLA:CPU. With 16, its code takes more than
 # twice the time.
 LANES = 8
-# XLA:CPU of jax 0.12 reduces over any axis fast by itself, in its library, which takes no time to
-# compile; that of jax 0.10.2 takes two to three times as long as for elementwise steps.
+# XLA:CPU of jax 0.12 reduces over any axis but a short last one fast by itself, in its library,
+# which takes no time to compile; that of jax 0.10.2 takes two to three times as long as for
+# elementwise steps.
 REDUCES_FAST = jax.__version_info__ >= (0, 11)
 # XLA:CPU of jax 0.10.2 converts a whole bfloat16 array to float32 before a loop that slices it.
 WIDENS_WHOLE = jax.__version_info__ < (0, 11)
@@ -43,16 +47,14 @@ def is_faster(rows: int, width: int) -> bool:
 def over_width(width: int, part: Callable[[int], jax.Array]) -> jax.Array:
   """Returns the sum [...] of part(first) [..., LANES] over all columns.
 
-  In jax 0.10.2 the last step is a matrix product for two reasons: XLA:CPU's own sums over the last
-  axis are slow, and it compiles a loop without a matrix product to one function, which runs in one
-  thread.
+  The last step is a matrix product for two reasons: XLA:CPU's own sums over a last axis of 8
+  numbers take ten times as long, and it compiles a loop without a matrix product to one function,
+  which runs in one thread.
   """
   total = functools.reduce(jnp.add, [part(i) for i in range(0, width, LANES)])
   # The barrier keeps the last step's reshape out of the loops that sum: the loop over rows is then
   # the innermost one, and unrolled.
   total = lax.optimization_barrier(total)
-  if REDUCES_FAST:
-    return total.sum(-1)
   ones = jnp.ones(LANES, total.dtype)
   return jnp.dot(total.reshape(-1, LANES), ones, precision="highest").reshape(total.shape[:-1])
 

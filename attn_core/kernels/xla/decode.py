@@ -10,8 +10,9 @@ on the block size.
   scores[c, k, r] = sum over d of query[k, r, d] * key[c, k, d]
 
 With few queries a matrix product does not reach the memory's speed; on a CPU the products are sums
-that vectorize and read every number in place in the cache. num_rows = T * G is the number of rows
-of a key head (token-major). Flash-decoding, https://pytorch.org/blog/flash-decoding/.
+that vectorize and read every number in place in the cache. With `cpu_matvec.MANY_ROWS` they are
+matrix products. num_rows = T * G is the number of rows of a key head (token-major).
+Flash-decoding, https://pytorch.org/blog/flash-decoding/.
 """
 
 import functools
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from attn_core.caches import quantize
 from attn_core.kernels.common import dense_operands, matmul_precision, online_softmax
 from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residuals
-from attn_core.kernels.xla import cpu_matvec, flash, tile_ops, tiling
+from attn_core.kernels.xla import cpu_math, cpu_matvec, flash, tile_ops, tiling
 from attn_core.masks import block_map, tile as tile_lib
 from attn_core.score_mods import evaluate, score_mod
 from attn_core.types import (AttentionSpec, BlockSizes, Operands, at_least_float32, holds_pairs,
@@ -56,21 +57,26 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
         else:
           kept = _finite(block)  # other values make their keys NaN
           logits = jnp.where(kept[..., None], logits, jnp.nan)
-        block = block.with_masked_values(kept)
+        block = block.with_masked_values(kept, apart=not many)
         logits = _hide(inputs, seen, logits)
-      weigh = lambda weights: _weigh(block, weights[..., 0])[None]
+      if many:
+        return online_softmax.update(
+            running, logits.transpose(1, 2, 0), lambda x: _weigh(block, x.transpose(2, 0, 1)),
+            exp=cpu_math.exp)
       return online_softmax.update(
-          running, logits[..., None], weigh,
-          exp=lambda x: lax.optimization_barrier(tile_ops.weights_of(inputs, x)), axis=0,
+          running, logits[..., None], lambda x: _weigh(block, x[..., 0])[None], axis=0,
+          exp=lambda x: lax.optimization_barrier(tile_ops.weights_of(inputs, x)),
           fold=cpu_matvec.fold)
 
-    running = online_softmax.start((1, inputs.step_heads, rows.shape[1]), width, inputs.dtype)
+    many = rows.shape[1] >= cpu_matvec.MANY_ROWS  # then keys are the last axis of logits
+    leading = () if many else (1,)
+    running = online_softmax.start((*leading, *rows.shape[:2]), width, inputs.dtype)
     for level in levels:
       running = tile_ops.visit_full_and_partial(
           level, grid_index, 0, functools.partial(key_block, level), running)
     sinks = tile_ops.row_sinks(inputs, grid_index)
-    out, lse = (x[0] for x in online_softmax.finish(
-        running, None if sinks is None else sinks[None]))
+    sinks = None if sinks is None else sinks.reshape(*leading, *sinks.shape)
+    out, lse = (x.reshape(*rows.shape[:2], -1) for x in online_softmax.finish(running, sinks))
     # A mean of finite values is finite; a row that saw a non-finite value becomes NaN in whole.
     finite = (out - out).sum(-1, keepdims=True) == 0
     out, lse = (jnp.where(finite, x, jnp.nan) for x in (out, lse))
@@ -162,11 +168,11 @@ class _Block(NamedTuple):
     if name == "value" and self.values is not None:
       return self.values[keys[0]:sum(keys), :, columns[0]:sum(columns)]
     x = getattr(self.inputs.operands, self._stored_in(name))
-    start = _start(self.inputs.sizes, self.block_index) + keys[0]
+    start, batch = _start(self.inputs.sizes, self.block_index) + keys[0], self.batch
     if cpu_matvec.WIDENS_WHOLE and x.dtype == jnp.bfloat16:
-      # The barrier makes `x` a different array in every step.
-      x, start = lax.optimization_barrier((x, start))
-    return tile_lib.slice_at(x, (self.batch, start, 0, columns[0]),
+      # The barrier makes `x` a different array in every step, also of a loop with one block.
+      x, start, batch = lax.optimization_barrier((x, start, batch))
+    return tile_lib.slice_at(x, (batch, start, 0, columns[0]),
                           (1, keys[1], self.inputs.step_heads, columns[1]))[0]
 
   def scales(self, name: str) -> jax.Array | None:
@@ -203,13 +209,14 @@ class _Block(NamedTuple):
       return quantize.dequantize(x, scale, _dtype(self.inputs))
     return quantize.unscaled(x).astype(self.inputs.operands.query.dtype)
 
-  def with_masked_values(self, kept: jax.Array) -> "_Block":
-    """Replaces values that are not `kept`, bool [block_kv, K], by zeros."""
+  def with_masked_values(self, kept: jax.Array, *, apart: bool) -> "_Block":
+    """Replaces values that are not `kept`, bool [block_kv, K], by zeros, `apart` from products."""
     width, keys = self.width("value"), self.inputs.sizes.block_kv
     values, scale = self.slice("value", (0, keys), (0, width)), self.all_scales("value")
-    # The barrier keeps the choice out of the products: XLA:CPU would compile these twice, for
+    values = jnp.where(kept[..., None], values, 0)
+    # The barrier keeps the choice out of sums of products: XLA:CPU would compile these twice, for
     # blocks with and without zeros, and round them in different ways.
-    values = lax.optimization_barrier(jnp.where(kept[..., None], values, 0))
+    values = lax.optimization_barrier(values) if apart else values
     if scale is not None:
       scale = jnp.where(kept.reshape(*kept.shape, *[1] * (scale.ndim - 2)), scale, 0)
     return self._replace(values=values, value_scale=scale)
@@ -294,9 +301,6 @@ def _hide(inputs: tile_ops.BlockedInputs, seen: jax.Array, logits: jax.Array) ->
   return jnp.where(jnp.broadcast_to(seen, four).reshape(logits.shape), logits, -jnp.inf)
 
 
-# --- The two products, and reductions over the keys. ---------------------------------------------
-
-
 def _dtype(inputs: tile_ops.BlockedInputs) -> jnp.dtype:
   """Returns the dtype of sums."""
   return at_least_float32(inputs.dtype)
@@ -360,9 +364,6 @@ def _weigh_half(block: _Block, weights: jax.Array) -> jax.Array:
   many = weights.shape[2] >= cpu_matvec.MANY_ROWS
   found = dots(weights) if many else lax.platform_dependent(weights, cpu=summed, default=dots)
   return found.astype(inputs.dtype)
-
-
-# --- Derivatives: those of block-wise attention. -------------------------------------------------
 
 
 def dequantized(operands: Operands) -> Operands:

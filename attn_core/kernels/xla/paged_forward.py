@@ -157,7 +157,12 @@ class _HeadMajor(NamedTuple):
   def fold(self, running: online_softmax.Running, part: Callable[..., jax.Array],
            seen: jax.Array, mod: score_tiles.ModTile | None) -> online_softmax.Running:
     """Folds in keys and values read by `part`, visible where seen [block_rows, block_kv]."""
-    scores = paged_blocks.scores_of(self.inputs, self.rows, part("key").transpose(1, 0, 2))
+    key = part("key").transpose(1, 0, 2)
+    if self.rows.shape[1] < cpu_matvec.ROWS_FIRST:
+      scores = _scores(self.inputs, paged_blocks.scores_of(self.inputs, key, self.rows))
+      scores = scores.swapaxes(1, 2)
+    else:
+      scores = _scores(self.inputs, paged_blocks.scores_of(self.inputs, self.rows, key))
 
     def weigh(weights: jax.Array) -> jax.Array:  # rounded to the values' dtype, summed in full
       value = part("value").transpose(1, 0, 2)
@@ -166,7 +171,7 @@ class _HeadMajor(NamedTuple):
           precision=matmul_precision.resolve(value.dtype, self.inputs.spec.precision),
           preferred_element_type=self.inputs.dtype)
 
-    scores = score_tiles.modify(self.inputs.mods, mod, _scores(self.inputs, scores))
+    scores = score_tiles.modify(self.inputs.mods, mod, scores)
     logits = jnp.where(seen, scores, -jnp.inf)
     return online_softmax.update(running, logits, weigh, exp=cpu_math.exp)
 

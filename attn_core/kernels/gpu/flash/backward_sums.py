@@ -13,7 +13,7 @@ number of rows of a warpgroup and columns that of a tile.
 """
 
 import functools
-from typing import Callable, NamedTuple, TypeVar
+from typing import Any, Callable, NamedTuple, TypeVar
 
 import jax
 from jax import lax
@@ -49,10 +49,10 @@ class Inputs(NamedTuple):
 class Scratch(NamedTuple):
   """Shared memory and barriers, one barrier per stage."""
 
-  rows: tuple[Ref, Ref]  # [2, rows, D] and [2, rows, E]
+  rows: tuple[Ref, Ref]  # [2, rows, D] and [2, rows, E]; joined, [num_stages * 2, rows, ...]
   columns: tuple[Ref, Ref]  # [num_stages, columns, D] and [num_stages, columns, E]
   result: Ref  # [2, rows, columns], or float32 [2, rows] where rows are summed
-  rows_full: Ref
+  rows_full: Ref  # None where rows are joined to columns, and so is `rows_free`
   rows_free: Ref
   columns_full: Ref
   columns_free: Ref
@@ -171,6 +171,11 @@ class Work(NamedTuple):
   def slot(self, step: Step) -> jax.Array:
     return lax.rem(step.number, mosaic.int32(self.tiling.num_stages[0]))
 
+  def row_slot(self, step: Step, warpgroup: jax.Array | int) -> jax.Array | int:
+    """Returns where the rows of a warpgroup are."""
+    return (self.slot(step) * mosaic.int32(tiling_lib.CONSUMERS) + warpgroup
+            if self.tiling.joined else warpgroup)
+
   def sources(self) -> tuple:
     """Returns the arrays of the rows and those of the columns, each D and E wide."""
     arrays = self.inputs.arrays
@@ -193,23 +198,29 @@ class Work(NamedTuple):
     row_arrays, column_arrays = self.sources()
     length = scratch.columns[0].shape[1]
 
+    def copy_rows(step: Step, head: jax.Array, barrier: Ref) -> None:
+      for array, smem in zip(row_arrays, scratch.rows):
+        for n in range(tiling_lib.CONSUMERS):
+          plgpu.copy_gmem_to_smem(array.at[step.batch, self.own_rows(step.column, n), head],
+                                  smem.at[self.row_slot(step, n)], barrier)
+
     def fill(step: Step, _: tuple) -> tuple:
       row_head, column_head = self.heads_of(step.head)
       # Opaque: of a first step apart from the loop, CUDA's assembler 13.0 to 13.3 lost coordinates.
       filled = lax.optimization_barrier(step.number)
       def rows() -> None:
         pl.when(filled > 0)(lambda: plgpu.barrier_wait(scratch.rows_free))
-        for array, smem in zip(row_arrays, scratch.rows):
-          for n in range(tiling_lib.CONSUMERS):
-            plgpu.copy_gmem_to_smem(
-                array.at[step.batch, self.own_rows(step.column, n), row_head], smem.at[n],
-                scratch.rows_full)
-      if step.fresh is True:
+        copy_rows(step, row_head, scratch.rows_full)
+      if self.tiling.joined:
+        pass  # below
+      elif step.fresh is True:
         rows()
       else:
         pl.when(step.fresh)(rows)
       slot = self.slot(step)
       pl.when(filled >= stages)(lambda: plgpu.barrier_wait(scratch.columns_free.at[slot]))
+      if self.tiling.joined:
+        copy_rows(step, row_head, scratch.columns_full.at[slot])
       tokens = pl.ds(step.column * length, length)
       for array, smem in zip(column_arrays, scratch.columns):
         plgpu.copy_gmem_to_smem(array.at[step.batch, tokens, column_head], smem.at[slot],
@@ -231,12 +242,15 @@ class Work(NamedTuple):
     def change() -> None:
       pl.when(step.number > 0)(lambda: plgpu.barrier_arrive(scratch.rows_free))
       plgpu.barrier_wait(scratch.rows_full)
-    if step.fresh is True:
+    if self.tiling.joined:
+      pass  # They come with the columns.
+    elif step.fresh is True:
       change()
     else:
       pl.when(step.fresh)(change)
     plgpu.barrier_wait(scratch.columns_full.at[slot])
-    factors = lambda n: (scratch.rows[n].at[self.warpgroup], scratch.columns[n].at[slot].T)
+    factors = lambda n: (scratch.rows[n].at[self.row_slot(step, self.warpgroup)],
+                         scratch.columns[n].at[slot].T)
     tile = lambda: self.tile(step)
     tile_inputs = self.inputs.tile_inputs
     scores, _ = wgmma.matmul_overlapped(*factors(0))
@@ -311,11 +325,15 @@ def _scratch(tiling: tiling_lib.BackwardTiling, plan: Plan, dtype: DTypeLike,
   widths = tiling.width, tiling.value_width
   result = (plgpu.SMEM((number, rows), jnp.float32) if plan.whole_rows else
             mosaic.operand_smem((number, rows, columns), result_dtype))
+  copies, held = 2, number
+  full: Any = plgpu.Barrier(num_arrivals=2 * number)
+  free: Any = plgpu.Barrier(num_arrivals=number)
+  if tiling.joined:
+    full, free, copies, held = None, None, 2 + 2 * number, stages * number
   return Scratch(
-      tuple(mosaic.operand_smem((number, rows, width), dtype) for width in widths),
+      tuple(mosaic.operand_smem((held, rows, width), dtype) for width in widths),
       tuple(mosaic.operand_smem((stages, columns, width), dtype) for width in widths), result,
-      plgpu.Barrier(num_arrivals=2 * number), plgpu.Barrier(num_arrivals=number),
-      plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+      full, free, plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
       plgpu.Barrier(num_arrivals=number, num_barriers=stages))
 
 

@@ -39,7 +39,7 @@ def d_table(arrays: Arrays, operands: Operands, spec: AttentionSpec, number: int
   """
   term, values = tables.find(spec.score_mod)[number], operands.mods[number]
   bases = tile_inputs_lib.bases_of(operands, spec)
-  tiling = tiling_lib.make_bias_tilings(operands).query
+  tiling = tiling_lib.make_bias_tilings(operands).table
   at = score_tiles.Distances(tiling.sizes, False, score_tiles.runs_of(spec))
   own = max(values.shape[0], bases.shape[0]), values.shape[1]
   pairs = at.runs.queries * at.runs.keys

@@ -198,6 +198,9 @@ BACKWARD_KEY = {64: ((3, 3), False), 80: ((3, 3), False), 96: ((3, 3), False),
                 128: ((2, 2), False), 192: ((2, 2), True), 256: ((2, 2), True)}
 # Of the kernel of a bias's cotangent: the number of stages.
 BACKWARD_BIAS = {64: 4, 80: 3, 96: 3, 128: 2, 192: 2, 256: 1}
+# Of the same kernel of a table, where queries and keys have as many stages; of wider ones there is
+# room for one stage of queries.
+BACKWARD_TABLE = {64: 4, 80: 3, 96: 2, 128: 2}
 BACKWARD_OTHER_BYTES = 1536  # for barriers and alignment
 
 
@@ -213,6 +216,7 @@ class BackwardTiling(NamedTuple):
   value_width: int  # E, padded
   by_keys: bool  # whether it sums over queries, which then pass through the pipelines
   shared: bool = False  # whether the consumer warpgroups share their keys
+  joined: bool = False  # whether queries and keys change together, and have the same stages
 
   @property
   def sizes(self) -> block_map.Sizes:
@@ -224,6 +228,7 @@ class BiasTilings(NamedTuple):
 
   query: BackwardTiling  # owns queries: for a bias with a number for every pair
   key: BackwardTiling  # owns keys: for a bias with the same number for all queries
+  table: BackwardTiling  # owns diagonals: for a table by distance
 
 
 class BackwardTilings(NamedTuple):
@@ -274,7 +279,7 @@ def shared_memory_backward(tiling: BackwardTiling) -> int:
 
 
 def make_bias_tilings(operands: Operands) -> BiasTilings:
-  """Returns the tilings of the kernel of a bias's cotangent; only shapes are read."""
+  """Returns the tilings of the kernels of the cotangents of a bias and of a table, by shapes."""
   widths = (padded_width("query", operands.query.shape[3]),
             padded_width("value", operands.value.shape[3]))
   stages = (BACKWARD_BIAS[max(widths)],) * 2
@@ -283,13 +288,16 @@ def make_bias_tilings(operands: Operands) -> BiasTilings:
     block_q, block_kv = blocks_of if by_keys else blocks_of[::-1]
     return BackwardTiling(operands.query.shape[1], operands.key.shape[1], block_q, block_kv, stages,
                        *widths, by_keys)
-  return BiasTilings(make(False), make(True))
+  query, joined = make(False), BACKWARD_TABLE.get(max(widths))
+  table = query if joined is None else query._replace(num_stages=(joined, joined), joined=True)
+  return BiasTilings(query, make(True), table)
 
 
 def shared_memory_bias(tiling: BackwardTiling) -> int:
   """Returns the bytes that the kernel of a bias's cotangent takes."""
   own, staged = CONSUMERS * mosaic.WGMMA_ROWS, mosaic.WGMMA_ROWS
-  tokens = own + tiling.num_stages[0] * staged
+  stages = tiling.num_stages[0]
+  tokens = own * (stages if tiling.joined else 1) + staged * stages
   # One number for each row it owns, in whole kilobytes, and memory for sums across warps; where
   # queries are owned, at most as much as a number for every pair takes.
   result = 1024 * (1 + CONSUMERS) if tiling.by_keys else 4 * own * staged

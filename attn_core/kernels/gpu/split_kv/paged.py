@@ -93,16 +93,11 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
   if reason or quantized is None:
     return reason or unsupported_memory(query, cache, metadata, heads, BlockSizes())
   assert cache.key_scales is not None
-  number = 0
-  if quantized.scale_kind == quantized_kv.TOKEN:
-    number = 1 if is_latent else cache.key_scales.shape[2]
-  if number % quantized_kv.SCALE_HEADS and (
-      not quantized.single_head or piece_size(page_size) % quantized_kv.SINGLE_HEAD_TOKENS):
-    cure = f"; make pages of a multiple of {quantized_kv.SINGLE_HEAD_TOKENS} tokens"
-    cure = cure if quantized.single_head else ""
-    return (f"pages of {page_size} tokens with scales of {number} heads each: the kernel for "
-            f"Hopper copies those of {quantized_kv.SCALE_HEADS} heads together, or of "
-            f"{quantized_kv.SINGLE_HEAD_TOKENS} tokens of a single head{cure}")
+  number = 0 if quantized.scale_kind == quantized_kv.TENSOR or is_latent else (
+      cache.key_scales.shape[2])
+  if number % quantized_kv.SCALE_HEADS and not quantized.single_head:
+    return (f"pages with scales of {number} heads for every token: the kernel for Hopper copies "
+            f"those of a single head, or of {quantized_kv.SCALE_HEADS} heads together")
   return unsupported_memory(query, cache, metadata, heads, BlockSizes())
 
 
@@ -151,13 +146,15 @@ def quantized_of(cache: Pages) -> quantized_kv.QuantizedKV | None:
   """Returns the static description of quantized pages; None if they are not quantized."""
   if cache.key_scales is None:
     return None
+  piece = piece_size(layouts.page_size(cache))
   if isinstance(cache, PagesLatent):
-    return quantized_kv.QuantizedKV(jnp.dtype(cache.pages.dtype).name, quantized_kv.TOKEN, True)
+    return quantized_kv.QuantizedKV(
+        jnp.dtype(cache.pages.dtype).name, quantized_kv.TOKEN, True, piece)
   by_token = layouts.has_token_scales(cache)
   return quantized_kv.QuantizedKV(
       jnp.dtype(layouts.dtype_of(cache)).name,
       quantized_kv.TOKEN if by_token else quantized_kv.TENSOR,
-      by_token and cache.key_scales.shape[2] == 1)
+      by_token and cache.key_scales.shape[2] == 1, piece)
 
 
 def most_queries(latent: bool, group: int) -> int:
@@ -256,8 +253,8 @@ def _scales(tiling: Tiling, cache: Pages) -> tuple[jax.Array, ...]:
   if quantized is None:
     return ()
   if isinstance(cache, PagesLatent):
-    assert cache.scales is not None
-    return (quantized_kv.pack_scales(quantized, cache.scales[..., None]),)
+    assert cache.token_scales is not None
+    return (quantized_kv.pack_scales(quantized, cache.token_scales[..., None]),)
   assert cache.key_scales is not None and cache.value_scales is not None
   scales = cache.key_scales, cache.value_scales
   if quantized.scale_kind == quantized_kv.TENSOR:
@@ -365,9 +362,9 @@ def _copy(tiling: Tiling, inputs: Inputs, item: WorkItem, head: jax.Array, n: ja
       copies += [(inputs.cache.rope.at[page, pl.ds(token, tokens), pl.ds(0, target.rope.shape[1])],
                   target.rope.at[pl.ds(first, tokens)])]
     if target.scales is not None and params.quantized is not None:
-      copies += [(quantized_kv.slice_scales(params.quantized, inputs.scales[values],
-                                            (page, pl.ds(token, tokens)), head),
-                  target.scales.at[pl.ds(first, tokens)])]
+      copies += [quantized_kv.page_copy(
+          params.quantized, (inputs.scales[values], target.scales), (page, token),
+          (tiling.page_size, tokens, i), head)]
     live = start < item.length
     for source, destination in copies:
       pl.when(live)(functools.partial(

@@ -8,14 +8,22 @@ Keys are the left operand of their product, which may come from registers, where
 Values are transposed for theirs, which the hardware does only with 16-bit numbers in shared memory:
 they are converted there. A scale multiplies the row of a key in the products, so dequantized
 numbers are never rounded: each 8-bit number is exact in bfloat16.
+
+Scales of a single head are consecutive, and copied 32 at a time at least. Pages of fewer tokens are
+copied with what follows them, each to a place of its own in shared memory: the piece that is n-th
+of its block begins at 64 * (n % c) + 32 * (n // c), where c pieces have 32 tokens. So the scales of
+every c-th piece are as far apart as their tokens, and c loads of a whole block, each from its own
+place, have all of them.
 """
 
+import functools
 import math
 from typing import Any, Iterator, NamedTuple
 
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -24,7 +32,7 @@ from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.mosaic import Ref
 
 SCALE_HEADS = 4  # heads whose scales are copied together: TMA copies at least 16 bytes
-SINGLE_HEAD_TOKENS = 32  # TMA copies scales of a single head for a multiple of this many tokens
+SINGLE_HEAD_TOKENS = 32  # Mosaic GPU copies multiples of 128 bytes: so many scales of a single head
 DTYPE = "bfloat16"  # of queries, and of products
 WIDTH_MULTIPLE = 32  # of D and E: shared memory is swizzled over at least 32 bytes
 CONVERTED_COLUMNS = 64  # columns converted at a time
@@ -38,16 +46,23 @@ class QuantizedKV(NamedTuple):
   dtype: str
   scale_kind: str  # TOKEN: one scale per token and head; TENSOR: one for all keys, one for values
   single_head: bool  # whether there is one key head, whose scales are contiguous in memory
+  piece: int = SINGLE_HEAD_TOKENS  # consecutive tokens of a block, a power of two
 
   def scale_shapes(self, tokens: int) -> list[tuple[int, ...]]:
     """Returns the shapes of the scales of some tokens in shared memory; [] if not held there."""
     if self.scale_kind == TENSOR:
       return []
-    return [(tokens,) if self.single_head else (tokens, SCALE_HEADS)]
+    return [(tokens * self.loads,) if self.single_head else (tokens, SCALE_HEADS)]
 
   def scale_bytes(self, tokens: int) -> int:
     """Returns the bytes of the scales of some tokens in shared memory."""
     return sum(4 * math.prod(shape) for shape in self.scale_shapes(tokens))
+
+  @property
+  def loads(self) -> int:
+    """The loads of a block's scales: several where its pieces have fewer than a copy."""
+    copied = self.scale_kind == TOKEN and self.single_head
+    return max(1, SINGLE_HEAD_TOKENS // self.piece) if copied else 1
 
   @property
   def is_floating(self) -> bool:
@@ -69,7 +84,16 @@ class ScaleReader(NamedTuple):
     stage = self.refs[values].at[slot]
     if not self.quantized.single_head:
       stage = stage.at[:, lax.rem(self.head, mosaic.int32(SCALE_HEADS))]
-    return mosaic.load(stage, mosaic.ROW_LAYOUT)
+    number, piece = self.quantized.loads, self.quantized.piece
+    if number == 1:
+      return mosaic.load(stage, mosaic.ROW_LAYOUT)
+    tokens = stage.shape[0] // number
+    found = [mosaic.load(stage.at[pl.ds(n * (tokens - piece), tokens)], mosaic.ROW_LAYOUT)
+             for n in range(number)]
+    token = plgpu.broadcasted_iota(jnp.int32, (tokens,), 0, layout=mosaic.ROW_LAYOUT)
+    return functools.reduce(
+        lambda x, n: jnp.where((token & (number - 1) * piece) == n * piece, found[n], x),
+        range(1, number), found[0])
 
   def per_tensor(self, values: bool) -> jax.Array | None:
     """Returns the float32 scale of all tokens; None with one scale per token."""
@@ -77,9 +101,37 @@ class ScaleReader(NamedTuple):
 
 
 def pack_scales(quantized: QuantizedKV, scales: jax.Array) -> jax.Array:
-  """Returns scales [..., tokens, K] for TMA: K padded to SCALE_HEADS, or removed if single."""
+  """Returns scales [..., tokens, K] for TMA: K padded to SCALE_HEADS, or removed if single.
+
+  Where a copy is longer than a piece, those of a single head are one row.
+  """
+  if quantized.loads > 1:
+    scales = scales.reshape(-1)
+    return dense_operands.pad_axis(scales, 0, max(0, SINGLE_HEAD_TOKENS - scales.shape[0]))
   return scales[..., 0] if quantized.single_head else dense_operands.pad_axis(
       scales, scales.ndim - 1, -scales.shape[-1] % SCALE_HEADS)
+
+
+def page_copy(quantized: QuantizedKV, refs: tuple[Ref, Ref], place: tuple[jax.Array, jax.Array],
+              piece: tuple[int, int, int], head: jax.Array) -> tuple[Ref, Ref]:
+  """Returns the source and the destination of the copy of a piece's scales.
+
+  Args:
+    quantized: static description.
+    refs: what `pack_scales` returned, in global memory, and a stage.
+    place: int32, the page and the first of its tokens.
+    piece: tokens of a page, tokens of a piece, and its number in the block of keys.
+    head: int32, the key head.
+  """
+  (scales, stage), (page, token), (page_size, tokens, number) = refs, place, piece
+  if quantized.loads == 1:
+    source = slice_scales(quantized, scales, (page, pl.ds(token, tokens)), head)
+    return source, stage.at[pl.ds(number * tokens, tokens)]
+  # Behind the last page the copy has zeros.
+  source = scales.at[pl.ds(page * mosaic.int32(page_size) + token, SINGLE_HEAD_TOKENS)]
+  row, column = divmod(number, quantized.loads)
+  start = column * (stage.shape[0] // quantized.loads) + row * SINGLE_HEAD_TOKENS
+  return source, stage.at[pl.ds(start, SINGLE_HEAD_TOKENS)]
 
 
 def slice_scales(quantized: QuantizedKV, scales: Ref, index: tuple[Any, ...],

@@ -21,7 +21,7 @@ from attn_core.kernels.common import dense_operands, listed, nonfinite
 from attn_core.kernels.common.contract import RemoteCopy, Residuals
 from attn_core.kernels.tpu.flash import (
     call, patterns as patterns_lib, scalar_memory, schedule, score_tiles, softmax_choice,
-    step_list, tile_inputs, tiling as tiling_lib)
+    step_list, strip_loop, tile_inputs, tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.forward_step import ForwardReaders, ForwardStep, SoftmaxForm
 from attn_core.kernels.tpu.flash.tile_inputs import KernelRefs
 from attn_core.kernels.tpu.flash.tile_loop import (
@@ -110,7 +110,7 @@ def _forward_group(operands: Operands, spec: AttentionSpec, block_sizes: BlockSi
       call.LaunchParams(
           grid,
           [(buffers, 1, rows), (buffers, 1, rows), (buffers, value_width, rows),
-           *params.mod_scratch],
+           *strip_loop.buffers(tiling), *params.mod_scratch],
           tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=False),
           "attn_core_forward", scalar_words=softmax_choice.num_words(tiling) if searches else 0),
       transfer)
@@ -135,14 +135,16 @@ def _forward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs, reader
   Args:
     params, inputs, readers, result, form: static.
     refs, outputs: of the kernel.
-    scratch: m_i, l_i, acc, those of the score mod, and the words of the choice of the softmax,
-      unless all keys and values are finite.
+    scratch: m_i, l_i, acc, those of `strip_loop` and of the score mod, and the words of the choice
+      of the softmax, unless all keys and values are finite.
   """
   grid, kinds, flags = inputs.step(refs.scalars, refs.program_ids)
-  words = scratch[3 + len(params.mod_scratch):]
-  refs = refs._replace(scratch=scratch[3:3 + len(params.mod_scratch)])
+  first = 3 + len(strip_loop.buffers(params.tiling))  # of the score mod
+  words = scratch[first + len(params.mod_scratch):]
+  refs = refs._replace(scratch=scratch[first:first + len(params.mod_scratch)])
   params.prepare(refs, grid, kinds)
-  step = ForwardStep(params, readers, result, refs, grid, form, outputs, scratch[:3], 0, 0)
+  step = ForwardStep(params, readers, result, refs, grid, form, outputs, scratch[:3], 0, 0,
+                     scratch[3:first])
   is_first = (flags & step_list.FIRST) != 0
   if not words:
     _fixed_step(step, kinds, is_first, (flags & step_list.LAST) != 0)

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from attn_core.kernels.common import online_softmax
-from attn_core.kernels.tpu.flash import tile_inputs, tiling as tiling_lib
+from attn_core.kernels.tpu.flash import strip_loop, tile_inputs, tiling as tiling_lib
+from attn_core.kernels.tpu.flash.patterns import UNMASKED
 from attn_core.kernels.tpu.flash.tile_inputs import (
     GridIndex, Index, KernelRefs, TileIndex, TokenRange, TokenReader)
 from attn_core.kernels.tpu.flash.tile_loop import KernelParams, Strip, issue_ahead
@@ -46,6 +47,11 @@ def reference_above(x: jax.Array, unit: float) -> jax.Array:
   """
   rounded = jnp.ceil(x * unit) * (1 / unit)
   return jnp.where((rounded - x) * unit <= 1, jnp.maximum(rounded, x), x)
+
+
+def _fold(top: jax.Array, combine: Any, x: jax.Array) -> jax.Array:
+  """Reduces x over the keys; its maxima are known to be `top`."""
+  return top if combine is jnp.maximum else x.sum(0, keepdims=True)
 
 
 class SoftmaxForm(NamedTuple):
@@ -88,6 +94,7 @@ class ForwardStep(NamedTuple):
   scratch: tuple[Ref, ...]  # by buffer: m_i [1, rows], l_i [1, rows] and acc [E, rows]
   source: Index  # the buffer of the state before the step
   target: Index  # that of the state after it; may be the same
+  strip_buffers: tuple[Ref, ...] = ()  # see `strip_loop.buffers`
 
   @property
   def heads(self) -> range:
@@ -187,6 +194,13 @@ class ForwardStep(NamedTuple):
       The new state.
     """
     last = {tile.code_head: tile for tile, _ in strips}
+    of_heads = {head: [x for x in strips if x[0].code_head == head] for head in last}
+    if self.form.safe and not self.form.shielded and all(
+        strip_loop.are_many(x, self.params.tiling.tile_q) for x in of_heads.values()):
+      for head, of_head in of_heads.items():
+        self._fold_in_loop(of_head, state)
+        ended(head, state)
+      return state
     buffers = dict.fromkeys(state, self.source)
     # The queries of a head are prepared once for all of its strips.
     prepared: dict[int, jax.Array] | None = (
@@ -202,6 +216,28 @@ class ForwardStep(NamedTuple):
       if tile is last[tile.code_head]:
         ended(tile.code_head, state)
     return state
+
+  def _fold_in_loop(self, strips: list[Strip], state: TileState) -> None:
+    """Folds strips of one head into the safe softmax of `state` in a loop; see `fold`."""
+    first = strips[0][0]
+    key, = self.params.row_tiles(first.head, first.queries)
+    acc = self.scratch[2]
+    prepared = {first.code_head: self._queries(
+        first.head, TokenRange(0, self.params.tiling.block_q))}
+    def write(tile: TileIndex, buffer: Ref) -> jax.Array:
+      logits, _ = self.params.logits(self.refs, tile, self.scores(tile, prepared))
+      buffer[...] = logits
+      return logits.max(0, keepdims=True)
+    def use(tile: TileIndex, buffer: Ref, top: jax.Array,
+            numbers: strip_loop.Numbers | None) -> strip_loop.Numbers:
+      # The first strip is the one whose place is known when the kernel is written.
+      is_first = isinstance(tile.keys.start, int) and tile.keys.start == 0
+      source, rows = self.source if is_first else self.target, self.params.rows(tile)
+      running = None if numbers is None else online_softmax.Running(*numbers, acc[source, :, rows])
+      after = self._update_safe(tile, UNMASKED, buffer[...], running, top)
+      acc[self.target, :, rows] = after.acc
+      return after.m_i, after.l_i
+    state[key] = strip_loop.fold(strips, self.strip_buffers, write, use, state.get(key))
 
   def _running(self, tile: TileIndex, tiles: dict[TileKey, Rows], state: TileState,
                buffers: dict[TileKey, Index]) -> online_softmax.Running | None:
@@ -265,11 +301,12 @@ class ForwardStep(NamedTuple):
     return update(tile, masked, logits, running)
 
   def _update_safe(self, tile: TileIndex, masked: int, logits: jax.Array,
-                   running: online_softmax.Running | None) -> online_softmax.Running:
+                   running: online_softmax.Running | None,
+                   top: jax.Array | None = None) -> online_softmax.Running:
     """Folds in one strip relative to the maximum.
 
     If other keys are of a naive softmax, the number used for the maximum is that of
-    `reference_above`.
+    `reference_above`. `top`: the maxima of the logits of an unmasked strip, where they are known.
     """
     unit = self.params.unit
     if self.form.shielded:
@@ -279,7 +316,7 @@ class ForwardStep(NamedTuple):
         running, logits, functools.partial(self.weigh, tile), exp=lambda x: jnp.exp2(x * unit),
         rounded=self.form.rounded,
         above=functools.partial(reference_above, unit=unit) if self.form.joins_naive
-        else lambda m_i: m_i, axis=0)
+        else lambda m_i: m_i, axis=0, fold=None if top is None else functools.partial(_fold, top))
 
   def _nan_of_keys(self, tile: TileIndex) -> jax.Array:
     """Returns [keys, 1]: NaN where a key or its value is not finite, else 0."""

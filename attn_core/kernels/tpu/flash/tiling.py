@@ -42,7 +42,7 @@ LEAST_GROUPED_ROWS = 512  # of a head, where a step computes several and their b
 # A full mask is WHOLE if its key tokens and its width are above the first number and at most the
 # second: a step then takes all keys, and its sums need no second step. With 1,024 queries a step
 # instead of 2,048 it is 2% slower, in half of the code, but one that is computed again costs half.
-WHOLE_KEYS, WHOLE_WIDTHS = (2048, 4096), (64, 128)
+WHOLE_KEYS, WHOLE_WIDTHS = (2048, 4096), (64, 256)
 LONG_KEYS = 8192  # from this length on, a mask that may show most of a row is LONG
 # In a forward of heads wider than the lanes, one whose keys lie within this many positions is not.
 WIDE_NARROW_KEYS = 4096

@@ -17,6 +17,7 @@ from attn_core.masks import leaves, mask as mask_lib
 from attn_core.types import AttentionSpec, Operands
 
 MOST_SIDE = 2**30  # tokens; sums of slots and of larger ones might not be int32
+FIELDS = 3  # of `numbers`
 Sides = tuple[int | None, int | None]  # of a window, tokens; None: unbounded
 
 

@@ -20,13 +20,12 @@ from attn_core.kernels.common import matmul_precision, online_softmax
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, SUBLANES, KVLayout, LiveTokens
 from attn_core.kernels.tpu.ragged.mod_form import ModForm, ModInputs, ModRefs
-from attn_core.types import cdiv
+from attn_core.types import BlockSizes, cdiv
 
 Ref = Any  # a Pallas reference
 Index = Any  # int, or a traced int32
 
-VECTOR_BYTES = 48 * 2**20  # of vector memory for everything, where blocks are chosen
-MOST_VECTOR_BYTES = 51 * 2**20  # of a call that is not refused; the compiler gets a quarter more
+SCALAR_BYTES = 15 * 2**16  # of the 1 MiB of scalar memory, for tables and steps
 TILE_KEYS = 256  # keys of a tile, with many rows
 TILE_ROWS = 1024  # rows of a tile
 MOST_TILES = 31  # of a block and a head group: bits of `row_tiles.Kinds`
@@ -39,6 +38,23 @@ MOST_DRAFTS = 32  # new tokens of a request that form a tree: bits of a number
 FEW_HEADS = 1  # key heads, see `StepShape.starts_between`
 FEW_ROWS_GROUPS = 8  # head groups that are unrolled, with few rows
 FEW_ROWS_SLOTS = 3  # blocks in vector memory where a block takes less time to compute than to copy
+
+
+class VectorMemory(NamedTuple):
+  """Bytes of vector memory by which blocks are chosen."""
+
+  buffers: int = 16 * 2**20  # for keys and values as copied and as words
+  chosen: int = 48 * 2**20  # for everything, where blocks are chosen
+  most: int = 51 * 2**20  # of a call that is not refused; the compiler gets a quarter more
+
+
+def vector_memory(block_sizes: BlockSizes) -> VectorMemory:
+  """Returns what a kernel may use, of the memory of a chip that has little, or of others."""
+  limit = block_sizes.vmem_limit_bytes
+  if limit is None:
+    return VectorMemory()
+  most = limit * 4 // 5
+  return VectorMemory(limit // 4, most * 15 // 16, most)
 
 
 def has_few_rows(layout: KVLayout, rows: int) -> bool:
@@ -79,6 +95,7 @@ class StepShape(NamedTuple):
   # next step as they are read while it computes one; and whether they come transposed.
   raw_rows: bool = False
   transposed_rows: bool = False
+  num_cores: int = 1  # cores of the chip, among which the steps are divided
 
   @property
   def head_rows(self) -> int:
@@ -203,6 +220,7 @@ class LogitsSpec(NamedTuple):
   scope: Scope = Scope.ALL  # the tokens of a request that count
   drafts: int = 0  # rows of a request in `KernelRefs.drafts`; 0: new tokens follow one another
   of_cache: bool = False  # whether steps are those of `cache_rows`
+  int8_products: bool = False  # whether the matrix unit multiplies int8 by int8
 
   @property
   def _is_scaled(self) -> bool:

@@ -32,7 +32,6 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 PAGE_SIZE = 64  # tokens of a transfer
 BLOCK_KV = 1024  # tokens of a block; a multiple of LANES, as all are
 LATENT_BLOCK_KV = 4096  # of latent rows, of which there is one for all heads
-BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and as words
 MASK_ROWS = 16  # rows of the mask are padded to a multiple: a tile of bfloat16
 MOST_QUERIES = 64  # per batch row, T
 MOST_LATENT_ROWS = 1024  # pairs of a query and a query head of latent rows, beyond a few queries
@@ -51,6 +50,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       operands.query, operands.key, operands.value, block_sizes,
       (operands.key_scale is not None, spec.latent_width))
   shape, rows_of_cache = _step_shape(layout, operands.query), operands.mask.rows
+  shape = shape._replace(num_cores=spec.num_cores)
   sides = cache_rows.window_of(operands, spec) if _computes_masks(shape, spec) else None
   mask: jax.Array | None = None
   steps: tuple[jax.Array, ...]
@@ -72,7 +72,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   mods = _mod_inputs(operands, spec, shape) if spec.has_score_mod else None
   logits_spec = common.LogitsSpec(
       spec.softmax_scale, spec.logits_soft_cap, *(sides or (None, None)), spec.precision,
-      mods and mods.form, of_cache=sides is not None)
+      mods and mods.form, of_cache=sides is not None, int8_products=spec.int8_products)
   count = jnp.full((1,), batch, jnp.int32)
   # 3. The kernel.
   out, lse = kernel.attend(logits_spec, shape, common.KernelInputs(
@@ -129,7 +129,7 @@ def _make_layout(query: ShapedArray, key: ShapedArray, value: ShapedArray,
     block_sizes: those given; None fields are chosen.
     form: (whether there are scales per token, the width of latents or None).
   """
-  has_scales, latent_width = form
+  (has_scales, latent_width), memory = form, common.vector_memory(block_sizes)
   length, heads = query.shape[1:3]
   chosen = BLOCK_KV if latent_width is None else LATENT_BLOCK_KV
   block_kv = cdiv(block_sizes.block_kv or chosen, LANES) * LANES
@@ -148,23 +148,24 @@ def _make_layout(query: ShapedArray, key: ShapedArray, value: ShapedArray,
         False, False, 1, (key.shape[3] + value.shape[3], cdiv(latent_width, LANES) * LANES),
         jnp.dtype(key.dtype), page, block_kv // page, key.shape[1], scales, latent=True,
         rest_dtype=value.dtype if value.shape[3] else None)
-    return _within_memory(layout, query)
+    return _within_memory(layout, query, memory)
   # With heads before tokens, part of a page would be part of a tile.
   heads_major = is_heads_major(key.shape[2], key.dtype) and key.shape[1] % PAGE_SIZE == 0
   layout = KVLayout(
       False, heads_major, key.shape[2], (key.shape[3], value.shape[3]), jnp.dtype(key.dtype),
       PAGE_SIZE, block_kv // PAGE_SIZE, key.shape[1], scales)
-  return _within_memory(layout, query)
+  return _within_memory(layout, query, memory)
 
 
-def _within_memory(layout: KVLayout, query: ShapedArray) -> KVLayout:
+def _within_memory(layout: KVLayout, query: ShapedArray,
+                   memory: common.VectorMemory) -> KVLayout:
   """Sets the number of blocks in vector memory, and makes them fit, if any does."""
   if _step_shape(layout, query).few_rows:
     layout = layout._replace(slots=common.FEW_ROWS_SLOTS)
-  most = max(1, layout.block_kv * BUFFER_BYTES // layout.vmem_bytes() // LANES)
+  most = max(1, layout.block_kv * memory.buffers // layout.vmem_bytes() // LANES)
   blocks = min(layout.block_kv, most * LANES) // LANES
   sized = lambda blocks: layout._replace(block_pages=blocks * LANES // layout.page_size)
-  while blocks > 1 and _vector_bytes(sized(blocks), query) > common.VECTOR_BYTES:
+  while blocks > 1 and _vector_bytes(sized(blocks), query) > memory.chosen:
     blocks //= 2
   return sized(blocks)
 
@@ -185,7 +186,7 @@ def _vector_bytes(layout: KVLayout, query: ShapedArray) -> int:
 
 def unsupported_memory(query: ShapedArray, key: ShapedArray, value: ShapedArray,
                        block_sizes: BlockSizes, form: tuple[bool, int | None]) -> str | None:
-  """Returns why the smallest block does not fit in vector memory, or None; see `_make_layout`."""
+  """Returns why a call does not fit in vector or scalar memory, or None; see `_make_layout`."""
   def needed(length: int) -> int:
     queries = jax.ShapeDtypeStruct((query.shape[0], length, *query.shape[2:]), query.dtype)
     return _vector_bytes(_make_layout(queries, key, value, block_sizes, form), queries)
@@ -193,12 +194,18 @@ def unsupported_memory(query: ShapedArray, key: ShapedArray, value: ShapedArray,
   length, heads, width = query.shape[1:]
   if not (length and key.shape[1]):
     return None  # no kernel runs
-  if needed(length) <= common.MOST_VECTOR_BYTES:
+  rows, fields = query.shape[0], len(common.Steps._fields) + cache_rows.FIELDS
+  scalars = 4 * LANES * fields * cdiv(rows, LANES)
+  if scalars > common.SCALAR_BYTES:
+    return (f"{rows} batch rows: their steps need {scalars} bytes of scalar memory, of which the "
+            f"TPU kernel has {common.SCALAR_BYTES}: give fewer rows at a time")
+  most = common.vector_memory(block_sizes).most
+  if needed(length) <= most:
     return None
-  fitting = next((n for n in range(length - 1, 0, -1) if needed(n) <= common.MOST_VECTOR_BYTES), 0)
+  fitting = next((n for n in range(length - 1, 0, -1) if needed(n) <= most), 0)
   cure = f"at most {fitting} queries at a time" if fitting else "fewer or narrower heads"
   return (f"{length} queries of {heads} heads of {width} numbers: the TPU kernel would need "
-          f"{needed(length)} bytes of vector memory, of which it has {common.MOST_VECTOR_BYTES}: "
+          f"{needed(length)} bytes of vector memory, of which it has {most}: "
           f"give {cure}")
 
 

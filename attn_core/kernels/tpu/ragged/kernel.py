@@ -3,11 +3,13 @@
 """Attention of a few queries to keys and values in pages, as a Pallas TPU kernel.
 
 A grid step computes some queries of one row (a request, or a batch row); scalar memory says which
-queries these are and which keys they see. While a block of keys is computed, the next ones are
-copied to vector memory, also those of the next step. The update of the running softmax depends on
-the number of rows of queries: `update_few_rows` or `update_many_rows`.
+queries these are and which keys they see. Cores of a chip with two compute a range of steps each,
+with scratch memory and semaphores of their own. While a block of keys is computed, the next ones
+are copied to vector memory, also those of the next step. The update of the running softmax depends
+on the number of rows of queries: `update_few_rows` or `update_many_rows`.
 """
 
+import functools
 from types import ModuleType
 from typing import Any, Sequence
 
@@ -28,6 +30,7 @@ from attn_core.kernels.tpu.ragged.common import (
 from attn_core.kernels.tpu.ragged.kv_layout import (
     LiveTokens, RowPages, Transfer, copy_block, copy_pages, start_pages)
 from attn_core.kernels.tpu.ragged.mod_form import FIXED, LINES, STEP, ModRefs
+from attn_core.types import cdiv
 
 
 def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
@@ -61,16 +64,23 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   mods = inputs.mods
   sources = [x for x in (*inputs.tokens, mods and mods.keys, inputs.mask) if x is not None]
   numbers = [] if mods is None else mods.numbers()
-  # Steps after the first `num_live` repeat the last block index, so that they copy nothing.
-  last = lambda count: jnp.clip(count[count.shape[0] - 1] - 1, 0, num_steps - 1)
-  index_map = lambda w, steps, count, *_: (jnp.minimum(w, last(count)), 0, 0, 0)
+  grid = _grid(shape, num_steps)
+  first_of = lambda ids: 0 if len(grid) == 1 else ids[0] * grid[1]
+
+  def index_map(*args: Any, after: int = 0) -> tuple[Index, ...]:
+    """Maps a place of the grid, and scalars, to that of the step that comes `after` it."""
+    ids, count = args[:len(grid)], args[len(grid) + 1]
+    # Steps after the first `num_live` repeat the last block index, so that they copy nothing.
+    last = jnp.clip(count[count.shape[0] - 1] - 1, 0, num_steps - 1)
+    return jnp.minimum(first_of(ids) + ids[-1] + after, last), 0, 0, 0
+
   block = lambda *last: pl.BlockSpec((1, shape.head_groups, *last), index_map)
   block_of = lambda x: block(*x.shape[2:]) if x.shape[0] == num_steps else pl.BlockSpec(
       x.shape, lambda *_: (0, 0, 0, 0))
   row_blocks = [block_of(rows)]
   if shape.raw_rows:
     row_blocks = [pl.BlockSpec((1, *rows.shape[1:]), of) for of in (
-        lambda *_: (0, 0, 0, 0), lambda w, *scalars: index_map(w + 1, *scalars))]
+        lambda *args: (first_of(args), 0, 0, 0), functools.partial(index_map, after=1))]
   # 2. Outputs.
   varying = jax.typeof(rows).manual_axis_type
   output = lambda last, dtype: jax.ShapeDtypeStruct((num_steps, shape.head_groups, *last), dtype,
@@ -99,17 +109,24 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   out, lse = launch.in_32_bits(pl.pallas_call(
       kernel,
       grid_spec=pltpu.PrefetchScalarGridSpec(
-          num_scalar_prefetch=len(scalars), grid=(num_steps,),
+          num_scalar_prefetch=len(scalars), grid=grid,
           in_specs=[*row_blocks, *map(block_of, numbers),
                     *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(sources)],
           out_specs=[block(shape.group_rows, width), block(*column)],
           scratch_shapes=[x for group in scratch for x in group]),
       out_shape=outputs, name="attn_core_ragged",
       compiler_params=pltpu.CompilerParams(
-          dimension_semantics=("arbitrary",), disable_bounds_checks=True,
+          dimension_semantics=("arbitrary",) if len(grid) == 1 else ("parallel", "arbitrary"),
+          disable_bounds_checks=True,
           vmem_limit_bytes=row_mods.vmem_limit(shape, rows.dtype, mods)),
   ))(*scalars, *queries, *numbers, *sources)
   return out, lse.reshape(num_steps, shape.head_groups, shape.group_rows)
+
+
+def _grid(shape: StepShape, num_steps: int) -> tuple[int, ...]:
+  """Returns (steps,), or (cores, steps of a core), each of which has one."""
+  cores = min(shape.num_cores, num_steps)
+  return (num_steps,) if cores == 1 else (cores, cdiv(num_steps, cores))
 
 
 def _kernel_refs(spec: LogitsSpec, shape: StepShape, parts: Sequence[Sequence[Ref]]) -> KernelRefs:
@@ -143,23 +160,28 @@ def mod_refs(spec: LogitsSpec, numbers: Sequence[Ref]) -> ModRefs | None:
 
 def _kernel(k: KernelRefs) -> None:
   """Computes one grid step."""
-  current, count = pl.program_id(0), step_count(k)
+  grid = _grid(k.shape, k.steps.shape[1])
+  begin: Index = 0
+  current, end = pl.program_id(len(grid) - 1), step_count(k)
+  if len(grid) > 1:
+    begin = pl.program_id(0) * grid[1]
+    current, end = begin + current, jnp.minimum(begin + grid[1], end)
 
   # 1. In the first step: find all steps, and start the transfers of the first blocks.
-  @pl.when(current == 0)
+  @pl.when(current == begin)
   def _() -> None:
     if k.cache_rows:
       cache_rows.write_steps(k)
-    fetch_first(k, count)
+    fetch_first(k, begin, end)
     if k.raw:
-      _prepare(k, 0, k.raw[0])
+      _prepare(k, begin, k.raw[0])
 
   # 2. Fold in the blocks of keys, normalize and write.
-  @pl.when(current < count)
+  @pl.when(current < end)
   def _() -> None:
     step = step_of(k, current)
     of_step = k._replace(rows=k.raw[2].at[current & 1]) if k.raw else k
-    fold_blocks(of_step, step, count)
+    fold_blocks(of_step, step, end)
     nan = jnp.where(step.row_begin == common.OVERFLOWED, jnp.nan, 0.0) if k.cache_rows else None
     for group in range(k.shape.head_groups):
       for ref, x in zip(k.outputs, result(k, group, k.outputs[0].dtype, nan)):
@@ -180,17 +202,26 @@ def _prepare(k: KernelRefs, step: Index, rows: Ref) -> None:
     prepared[0, group] = x.T if transposed else x
 
 
-def fetch_first(k: KernelRefs, count: jax.Array) -> None:
-  """Starts the transfers of the first blocks of all steps, of which there are `count`."""
-  for name, number in ((common.COMPUTED, 0), (common.FETCHED, 0), (common.NEXT_STEP, 0),
-                       (common.NEXT_BLOCK, step_of(k, 0).first_block)):
+def fetch_first(k: KernelRefs, begin: Index, end: jax.Array) -> None:
+  """Starts the transfers of the first blocks of the steps [begin, end), those of a core."""
+  # A core without steps may begin where there is none.
+  first = step_of(k, begin if isinstance(begin, int) else jnp.minimum(
+      begin, k.steps.shape[1] - 1)).first_block
+  for name, number in ((common.COMPUTED, 0), (common.FETCHED, 0), (common.NEXT_STEP, begin),
+                       (common.NEXT_BLOCK, first)):
     k.counters[name] = number
   for _ in range(k.shape.layout.slots - 1):
-    _fetch_next(k, count)
+    _fetch_next(k, end)
 
 
-def fold_blocks(k: KernelRefs, step: Steps, count: jax.Array) -> None:
-  """Computes the running softmax of a step, and starts the transfers of the next blocks."""
+def fold_blocks(k: KernelRefs, step: Steps, end: jax.Array) -> None:
+  """Computes the running softmax of a step, and starts the transfers of the next blocks.
+
+  Args:
+    k: the kernel.
+    step: of it.
+    end: of the steps of the core.
+  """
   softmax = _softmax(k.shape)
   softmax.start(k)
 
@@ -200,19 +231,19 @@ def fold_blocks(k: KernelRefs, step: Steps, count: jax.Array) -> None:
     slot = lax.rem(k.counters[common.COMPUTED], jnp.int32(k.shape.layout.slots))
     tile = common.TileIndex(step, slot, block)
     if not k.shape.starts_between:
-      _fetch_next(k, count)
+      _fetch_next(k, end)
       _copy_block(k, slot, step, block, start=False)
       if k.raw:  # between the products of this step, whose rows are others
-        following = pl.program_id(0) + 1
+        following = step.row + 1
         update_few_rows.update(k, tile, lambda *_: _prepare(k, following, k.raw[1]))
       else:
         softmax.update(k, tile)
     else:
-      _fold_and_start(k, tile, count)
+      _fold_and_start(k, tile, end)
     k.counters[common.COMPUTED] += 1
 
 
-def _fold_and_start(k: KernelRefs, tile: common.TileIndex, count: jax.Array) -> None:
+def _fold_and_start(k: KernelRefs, tile: common.TileIndex, end_step: jax.Array) -> None:
   """Folds in a block of keys, and starts the transfers of the next one.
 
   If all pages of that are copied, their transfers start between the products of this block: their
@@ -221,7 +252,7 @@ def _fold_and_start(k: KernelRefs, tile: common.TileIndex, count: jax.Array) -> 
   current, block = k.counters[common.NEXT_STEP], k.counters[common.NEXT_BLOCK]
   step = step_of(k, jnp.minimum(current, k.steps.shape[1] - 1))
   first, end = LiveTokens(step.kv_start, step.kv_stop).pages(k.shape.layout, block)
-  whole = (current < count) & (first == 0) & (end == k.shape.layout.block_pages)
+  whole = (current < end_step) & (first == 0) & (end == k.shape.layout.block_pages)
   fold = lambda start_some: update_few_rows.update(k, tile, start_some)
 
   @pl.when(whole)
@@ -240,7 +271,7 @@ def _fold_and_start(k: KernelRefs, tile: common.TileIndex, count: jax.Array) -> 
 
   @pl.when(jnp.logical_not(whole))
   def _() -> None:
-    _fetch_next(k, count)
+    _fetch_next(k, end_step)
     _copy_block(k, tile.slot, tile.step, tile.block, start=False)
     fold(None)
 
@@ -268,11 +299,11 @@ def _softmax(shape: StepShape) -> ModuleType | Any:
   return update_few_rows if shape.few_rows else update_many_rows
 
 
-def _fetch_next(k: KernelRefs, count: jax.Array) -> None:
-  """Starts the transfers of the next block, of this step or a later one, if there is any."""
+def _fetch_next(k: KernelRefs, end: jax.Array) -> None:
+  """Starts the transfers of the next block, of this step or one before `end`, if there is any."""
   current, block = k.counters[common.NEXT_STEP], k.counters[common.NEXT_BLOCK]
 
-  @pl.when(current < count)
+  @pl.when(current < end)
   def _() -> None:
     step = step_of(k, current)
     slot = lax.rem(k.counters[common.FETCHED], jnp.int32(k.shape.layout.slots))
@@ -330,14 +361,14 @@ def _copy_block(k: KernelRefs, slot: Index, step: Steps, block: Index, *, start:
 
 def _page_transfer(k: KernelRefs, slot: Index) -> Transfer:
   """Returns the transfer of a block's pages to a slot."""
-  arrays = len(k.shape.layout.array_widths)
+  arrays = k.shape.layout.page_arrays
   return Transfer(k.sources[:arrays], k.buffers[:arrays], k.semaphores, slot)
 
 
 def _copy_others(k: KernelRefs, slot: Index, step: Steps, block: Index, *, start: bool) -> None:
-  """Starts or awaits the transfers of a block's scales and mask to a slot."""
+  """Starts or awaits the transfers of a block's mask, and of scales that no page has, to a slot."""
   layout = k.shape.layout
-  arrays, first = len(layout.array_widths), len(layout.buffers())
+  arrays, first = layout.page_arrays, len(layout.buffers())
   has_keys = k.spec.mods is not None and k.spec.mods.key_rows > 0
   transfer = lambda part: Transfer(k.sources[part], k.buffers[part], k.semaphores, slot)
   copy_block(layout, transfer(slice(arrays, first)), step.row, block, start=start)

@@ -20,7 +20,8 @@ from jax.typing import DTypeLike
 import numpy as np
 
 from attn_core.kernels.tpu.ragged.kv_layout import (
-    PAIRED_TOKENS, SUBLANES, KVLayout, LiveTokens, narrowed, widened)
+    LANES, PAIRED_TOKENS, SUBLANES, KVLayout, LiveTokens, narrowed, widened)
+from attn_core.types import cdiv
 
 MOST_STORED = 2.0**9  # more than the numbers of 8 bits
 LARGE_BITS = (127 + 32) << 7  # 2**32 in bfloat16
@@ -130,9 +131,15 @@ class KVBlock(NamedTuple):
     total, arrays = jnp.zeros((1, 1), jnp.float32), self.layout.scale_arrays
     for number in range(-arrays, 0):
       transposed = self.words[number]
-      transposed[...] = jnp.where(self.is_live(), self.buffers[number][self.slot].T, 0)
+      transposed[...] = jnp.where(self.is_live(), self._scales_along_lanes(number).T, 0)
       total += _nan_if_large(transposed[...], MOST_STORED)
     return total
+
+  def _scales_along_lanes(self, number: int) -> jax.Array:
+    """Reads an array of scales, float32 [scale_rows, block_kv]."""
+    if self.layout.scales_by_page:
+      return self._scales_of_pages(0, self.layout.block_kv)
+    return self.buffers[number][self.slot]
 
   def is_live(self) -> jax.Array:
     """Returns bool [block_kv, 1]: whether a token may be read."""
@@ -203,10 +210,52 @@ class KVBlock(NamedTuple):
     """
     if self.layout.rest_dtype is None:
       return None
-    token = lax.broadcasted_iota(jnp.int32, (1, self.layout.block_kv), 1)
+    part = piece or slice(0, self.layout.block_kv)
+    if self.layout.scales_by_page:
+      x = self._scales_of_pages(part.start, part.stop)
+    else:
+      x = self.buffers[-1][self.slot][:1, part]
+    token = lax.broadcasted_iota(jnp.int32, x.shape, 1) + part.start
     first, end = self.live_range
-    x = jnp.where((token >= first) & (token < end), self.buffers[-1][self.slot][:1], 0)
-    return x if piece is None else x[:, piece]
+    return jnp.where((token >= first) & (token < end), x, 0)
+
+  def _scales_of_pages(self, begin: int, end: int) -> jax.Array:
+    """Joins scales that were copied page by page, float32 [1, end - begin], of some tokens."""
+    first = begin // LANES * LANES
+    if LANES % self.layout.page_size:
+      found = [self._scales_of_lanes(token) for token in range(first, end, LANES)]
+    else:
+      found = self._scales_of_small_pages(first // LANES, cdiv(end, LANES))
+    return jnp.concatenate(found, 1)[:, begin - first:end - first]
+
+  def _scales_of_small_pages(self, first: int, end: int) -> list[jax.Array]:
+    """Returns the scales of every LANES tokens of a block, [1, LANES] each, from `first` to `end`.
+
+    The pages that begin at the same lane are turned together.
+    """
+    size = self.layout.page_size
+    lane, pages = lax.broadcasted_iota(jnp.int32, (1, LANES), 1), LANES // size
+    of_place = lambda place: self.buffers[-1].at[self.slot][
+        pl.ds(first * pages + place, end - first, stride=pages), :]
+    found = of_place(0)
+    for place in range(1, pages):
+      found = jnp.where(lane >= place * size, pltpu.roll(of_place(place), place * size, 1), found)
+    return [found[n:n + 1] for n in range(end - first)]
+
+  def _scales_of_lanes(self, begin: int) -> jax.Array:
+    """Returns the scales of the LANES tokens of a block from `begin` on, [1, LANES]."""
+    size, lane = self.layout.page_size, lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+    found = None
+    for place in range(begin // size, (begin + LANES - 1) // size + 1):
+      for part in range(0, size, LANES):
+        at = place * size + part - begin  # the lane of the first token of the part
+        if at <= -LANES or at >= LANES:
+          continue
+        x = self.buffers[-1][self.slot, pl.ds(place, 1), pl.ds(part, LANES)]
+        x = pltpu.roll(x, at % LANES, 1) if at else x
+        found = x if found is None else jnp.where(lane >= at, x, found)
+    assert found is not None
+    return found
 
   def _read_heads_major(self, array: int, row: Index) -> jax.Array:
     """Reads a row of all tokens, float32 [block_kv, D or E], where heads come first."""

@@ -49,7 +49,8 @@ class KVLayout(NamedTuple):
 
   With scales per token there are two more arrays, float32 [rows, scale_rows, padded_tokens], as XLA
   stores them: scale_rows is K rounded up to SUBLANES, and padded_tokens is a multiple of block_kv,
-  which is one of LANES. Latent rows have one scale, and one such array, of one row.
+  which is one of LANES. Latent rows have one scale, and one such array, of one row; in pages it is
+  [num_pages, scale_width], copied with the pages, with columns that only pad it to whole lanes.
   """
 
   interleaved: bool
@@ -90,6 +91,21 @@ class KVLayout(NamedTuple):
   def scale_arrays(self) -> int:
     """The number of arrays of scales per token."""
     return 0 if self.scales != "token" else 1 if self.latent else 2
+
+  @property
+  def scales_by_page(self) -> bool:
+    """True if the scales of a page's tokens are one row of an array, and copied with the page."""
+    return self.latent and self.scales == "token" and not self.row_tokens
+
+  @property
+  def scale_width(self) -> int:
+    """Columns of the scales of a page, where they are one row of an array."""
+    return cdiv(self.page_size, LANES) * LANES
+
+  @property
+  def page_arrays(self) -> int:
+    """The number of arrays of which every page is copied."""
+    return len(self.array_widths) + self.scales_by_page
 
   @property
   def pages_follow(self) -> bool:
@@ -158,8 +174,9 @@ class KVLayout(NamedTuple):
     found: list[BufferShape] = [
         ((self.slots, self.block_pages, *shape(width)), dtype)
         for width, dtype in zip(self.array_widths, self.array_dtypes)]
-    of_scales = (self.slots, self.scale_rows, self.block_kv), jnp.float32
-    return found + [of_scales] * self.scale_arrays
+    of_scales = (self.slots, self.block_pages, self.scale_width) if self.scales_by_page else (
+        self.slots, self.scale_rows, self.block_kv)
+    return found + [(of_scales, jnp.float32)] * self.scale_arrays
 
   @property
   def scale_rows(self) -> int:

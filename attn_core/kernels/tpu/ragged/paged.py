@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 import numpy as np
 
-from attn_core.caches.paged import latent_pages, layouts, slot_mapping, token_writes
+from attn_core.caches.paged import latent_layout, layouts, slot_mapping, token_writes
 from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import (dense_operands, online_softmax, paged_operands,
@@ -24,7 +24,7 @@ from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
 from attn_core.kernels.tpu.ragged import (
     common, paged_tiling, row_mods, row_writes, token_kernel)
-from attn_core.kernels.tpu.ragged.kv_layout import KVLayout, widened
+from attn_core.kernels.tpu.ragged.kv_layout import KVLayout
 from attn_core.kernels.tpu.ragged.mod_form import ModInputs
 from attn_core.kernels.tpu.ragged.token_blocks import RequestPart
 from attn_core.types import BlockSizes, PagedOperands, PagedSpec
@@ -43,7 +43,7 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   Returns:
     out [T, H, E] and lse [T, H, 1].
   """
-  return _forward(operands, spec, heads, block_sizes, ())[0]
+  return _forward(operands, spec, heads, block_sizes, None)[0]
 
 
 def forward_writing(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
@@ -63,22 +63,21 @@ def forward_writing(operands: PagedOperands, spec: PagedSpec, heads: layouts.Hea
   """
   cache, metadata = operands.cache, operands.metadata
   assert operands.key is not None and operands.value is not None
-  tokens = operands.query.shape[0]
-  # Scales per token are not contiguous in memory: XLA writes them.
-  slots = lambda: slot_mapping.slots(metadata, layouts.page_size(cache), tokens)
   if isinstance(cache, PagesLatent):
-    parts, cache = latent_pages.append_scales(cache, operands.key[:, 0], slots)
-    count = row_writes.padded_tokens(tokens, paged_tiling.make_layout(cache, heads, 1))
-    new = tuple(dense_operands.pad_axis(widened(x), 0, count - tokens) for x in parts)
+    rows = operands.key[:, 0]
+    latent_layout.check_dtype(cache, rows)
+    new = row_writes.new_rows(rows, paged_tiling.make_layout(cache, heads, 1))
   else:
     assert isinstance(cache, layouts.PagesV3)
+    # Scales per token and head are not contiguous in memory: XLA writes them.
+    slots = lambda: slot_mapping.slots(metadata, layouts.page_size(cache), operands.query.shape[0])
     rows, cache = token_writes.append_scales(cache, operands.key, operands.value, slots)
-    new = _token_rows(rows, paged_tiling.lane_parts(cache)),
+    new = _token_rows(rows, paged_tiling.lane_parts(cache))
   return _forward(operands._replace(cache=cache), spec, heads, block_sizes, new)
 
 
 def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
-             block_sizes: BlockSizes, new: tuple[jax.Array, ...]) -> tuple[Residuals, Pages]:
+             block_sizes: BlockSizes, new: jax.Array | None) -> tuple[Residuals, Pages]:
   """Computes `forward` after writing new tokens, if any; returns also the cache with these."""
   chex.assert_rank(operands.query, 3)
   tokens, query_heads, width = operands.query.shape
@@ -108,8 +107,8 @@ def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
     part = _Part(operands.metadata, (first, end), places, possible, out)
     found = _attend(inputs, layout, part, padded.query, new)
     out, lse = found.out, jnp.where(found.live[:, None, None], found.lse, lse)
-    if new:  # the first kernel writes the tokens of all requests
-      padded, new = padded._replace(cache=_with_pages(padded.cache, found.pages)), ()
+    if new is not None:  # the first kernel writes the tokens of all requests
+      padded, new = padded._replace(cache=_with_pages(padded.cache, found.pages)), None
   assert out is not None
   out = out.reshape(tokens, query_heads, -1)[..., :heads.value_width]
   return (Residuals(*online_softmax.join_sinks(out, lse, _token_sinks(operands))),
@@ -129,8 +128,10 @@ def _token_rows(x: jax.Array, lane_parts: int) -> jax.Array:
 def _with_pages(cache: Pages, arrays: tuple[jax.Array, ...]) -> Pages:
   """Returns a cache with arrays that the kernel wrote, the inverse of `_token_arrays`."""
   if isinstance(cache, PagesLatent):
-    pages, *rope = arrays
-    return cache._replace(pages=pages, rope=rope[0] if rope else None)
+    if cache.scales is None:
+      return cache._replace(pages=arrays[0])
+    pages, rope, scales = arrays
+    return cache._replace(pages=pages, rope=rope, scales=scales[:, :cache.scales.shape[1]])
   assert isinstance(cache, layouts.PagesV3)
   x, = arrays
   *before, packed, width = cache.pages.shape
@@ -148,7 +149,10 @@ def _token_arrays(inputs: BlockedInputs, layout: KVLayout) -> tuple[jax.Array, .
   elif isinstance(cache, layouts.PagesV3):
     tokens = _token_rows(cache.pages, layout.lane_parts),
   elif isinstance(cache, PagesLatent):
-    tokens = (cache.pages,) if cache.rope is None else (cache.pages, cache.rope)
+    if cache.rope is None or cache.scales is None:
+      return cache.pages,
+    missing = layout.scale_width - cache.scales.shape[1]
+    return cache.pages, cache.rope, dense_operands.pad_axis(cache.scales, 1, missing)
   else:
     tokens = cache.pages.swapaxes(1, 2) if layout.heads_major else cache.pages,
   if layout.scales != "token":
@@ -159,9 +163,6 @@ def _token_arrays(inputs: BlockedInputs, layout: KVLayout) -> tuple[jax.Array, .
     x = jnp.take(x, inputs.tables, 0, mode="clip").transpose(0, 3, 1, 2)
     x = x.reshape(*x.shape[:2], -1)
     return jnp.pad(x, ((0, 0), (0, layout.scale_rows - x.shape[1]), (0, 0)))
-  if isinstance(cache, PagesLatent):
-    assert cache.scales is not None
-    return *tokens, gather(cache.scales[..., None])
   assert cache.key_scales is not None and cache.value_scales is not None
   return *tokens, gather(cache.key_scales), gather(cache.value_scales)
 
@@ -186,7 +187,7 @@ class _Part(NamedTuple):
 
 
 def _attend(inputs: BlockedInputs, layout: KVLayout, part: _Part, query: jax.Array,
-            new: tuple[jax.Array, ...]) -> _Found:
+            new: jax.Array | None) -> _Found:
   """Computes some requests, after writing the new tokens of all.
 
   Args:
@@ -199,7 +200,9 @@ def _attend(inputs: BlockedInputs, layout: KVLayout, part: _Part, query: jax.Arr
   key_heads, group_size, block_q = inputs.heads.key_heads, inputs.group, inputs.block_q
   tokens, (first, end) = query.shape[0], part.requests
   shape = common.StepShape(layout, group_size, block_q, part.metadata.page_tables.shape[1],
-                           one_block=inputs.part.one_block)
+                           one_block=inputs.part.one_block, num_cores=inputs.spec.num_cores)
+  if new is not None and not row_writes.are_same_on_all_cores(layout, tokens):
+    shape = shape._replace(num_cores=1)
   # 1. The kernel.
   queue = query_block_queue.make_queue(inputs, part.most_tokens, (first, end))
   metadata, places = part.metadata, part.places
@@ -251,7 +254,7 @@ def _logits_spec(inputs: BlockedInputs) -> common.LogitsSpec:
     right = None  # of the tree, see `_drafts`
   return common.LogitsSpec(
       spec.softmax_scale, spec.logits_soft_cap, left, right, spec.precision, scope=inputs.scope,
-      drafts=0 if mask is None else mask.shape[1])
+      drafts=0 if mask is None else mask.shape[1], int8_products=spec.int8_products)
 
 
 def _drafts(inputs: BlockedInputs) -> tuple[jax.Array, ...]:

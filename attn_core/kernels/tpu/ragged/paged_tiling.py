@@ -25,8 +25,6 @@ FEW_ROWS_BLOCK_KV = 1024  # where they are few
 MOST_PADDING = (4, 32)
 FEW_QUERIES = 8  # of a request, on average
 MOST_PAGES = 128  # of a key block: a transfer each
-BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and as words
-SCALAR_BYTES = 15 * 2**16  # of the 1 MiB of scalar memory, for tables and steps
 DTYPES = ("float32", "bfloat16")
 
 
@@ -52,12 +50,12 @@ def choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KVL
     return block_q
   def fits_vector_memory(block_q: int) -> bool:
     needed = _vector_bytes(operands, block_sizes, layout, (block_q, group_size))
-    return needed <= common.VECTOR_BYTES
+    return needed <= common.vector_memory(block_sizes).chosen
   while block_q > 1 and not fits_vector_memory(block_q):
     block_q //= 2
   # With many query heads a key head, blocks of the rows above are too many.
   while (1 < block_q < tokens and fits_vector_memory(2 * block_q)
-         and scalar_bytes(operands, block_q) > SCALAR_BYTES):
+         and scalar_bytes(operands, block_q) > common.SCALAR_BYTES):
     block_q *= 2
   return block_q
 
@@ -135,7 +133,7 @@ def with_blocks(layout: KVLayout, operands: PagedOperands, block_sizes: BlockSiz
     block_sizes: those given; None fields are chosen.
     rows: of a key head and a block of queries.
   """
-  few_rows = common.has_few_rows(layout, rows)
+  few_rows, memory = common.has_few_rows(layout, rows), common.vector_memory(block_sizes)
   layout = layout._replace(slots=common.FEW_ROWS_SLOTS if few_rows else 2)
   chosen = BLOCK_KV
   if few_rows:
@@ -151,13 +149,14 @@ def with_blocks(layout: KVLayout, operands: PagedOperands, block_sizes: BlockSiz
     # Whole lanes of tokens, as many as the tables hold.
     held = operands.metadata.page_tables.shape[1] * layout.page_size
     wanted = min(wanted, cdiv(cdiv(held, LANES) * LANES, layout.page_size))
-  most = max(1, wanted * BUFFER_BYTES // layout._replace(block_pages=wanted).vmem_bytes())
+  most = max(1, wanted * memory.buffers // layout._replace(block_pages=wanted).vmem_bytes())
   block_pages = min(wanted, most, MOST_PAGES)
   least = _least_pages(layout)
   sized = lambda pages: layout._replace(block_pages=max(1, pages // least) * least)
-  if layout.latent and block_sizes.block_kv is None:
+  is_little = block_sizes.vmem_limit_bytes is not None
+  if (layout.latent or is_little) and block_sizes.block_kv is None:
     fits = lambda pages: common.StepShape(sized(pages), rows, 1, 1).vmem_bytes(
-        operands.query.dtype) <= common.VECTOR_BYTES
+        operands.query.dtype) <= memory.chosen
     while block_pages > least and not fits(block_pages):
       block_pages //= 2
   return sized(block_pages)
@@ -231,11 +230,11 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
       return (f"head_dim {width}: the TPU kernel needs a multiple of {LANES} above {LANES}, as XLA "
               "would copy all other pages at every call: layout v3 pads them; keys and queries may "
               "be padded with zeros")
-  least = _least_pages(layout)
-  if layout._replace(block_pages=least).vmem_bytes() > BUFFER_BYTES:
+  least, buffers = _least_pages(layout), common.vector_memory(block_sizes).buffers
+  if layout._replace(block_pages=least).vmem_bytes() > buffers:
     pages = "one page" if least == 1 else f"{least} pages, whose scales fill whole lanes,"
     return (f"pages of {layout.page_size} tokens: keys and values of {pages} do not fit the "
-            f"TPU kernel's {BUFFER_BYTES} bytes")
+            f"TPU kernel's {buffers} bytes")
   if layout.latent and row_writes.bytes_of_slot(layout) > row_writes.MOST_BYTES:
     return (f"pages of {layout.page_size} latent rows, which are not whole tiles of "
             f"{whole_tile(*layout.array_dtypes)}: the TPU kernel would write them through more "
@@ -247,12 +246,12 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
   operands, group_size = PagedOperands(query, cache, metadata), query.shape[1] // heads.key_heads
   block_q = choose_block_q(operands, block_sizes, layout, group_size)
   needed = scalar_bytes(operands, block_q)
-  if needed > SCALAR_BYTES:
+  if needed > common.SCALAR_BYTES:
     steps = _num_steps(operands, block_q, block_q)
     cure = "a larger block_q or " if block_sizes.block_q is not None else ""
     return (f"page tables of {list(metadata.page_tables.shape)} and {steps} steps of {block_q} "
             f"queries need {needed} bytes of scalar memory, of which the TPU kernel has "
-            f"{SCALAR_BYTES}: give {cure}narrower tables, larger pages or fewer requests")
+            f"{common.SCALAR_BYTES}: give {cure}narrower tables, larger pages or fewer requests")
   return _vector_reason(operands, block_sizes, layout, group_size)
 
 
@@ -263,12 +262,13 @@ def _vector_reason(operands: PagedOperands, block_sizes: BlockSizes, layout: KVL
     block_q = choose_block_q(operands, sizes, layout, group_size)
     return _vector_bytes(operands, sizes, layout, (block_q, group_size))
 
-  if needed(block_sizes) <= common.MOST_VECTOR_BYTES:
+  most = common.vector_memory(block_sizes).most
+  if needed(block_sizes) <= most:
     return None
   fitting = []
   for name in ("block_q", "block_kv"):
     size = getattr(block_sizes, name)
-    while size and needed(block_sizes._replace(**{name: size})) > common.MOST_VECTOR_BYTES:
+    while size and needed(block_sizes._replace(**{name: size})) > most:
       size //= 2
     fitting += [f"{name} of at most {size}"] if size else []
   given = " and ".join(f"{name} {size}" for name in ("block_q", "block_kv")
@@ -276,7 +276,7 @@ def _vector_reason(operands: PagedOperands, block_sizes: BlockSizes, layout: KVL
   cure = " or ".join(fitting) or "fewer or narrower heads"
   return (f"{'blocks of ' + given if given else 'one query'} with {operands.query.shape[1]} query "
           f"heads: the TPU kernel would need {needed(block_sizes)} bytes of vector memory, of "
-          f"which it has {common.MOST_VECTOR_BYTES}: give {cure}")
+          f"which it has {most}: give {cure}")
 
 
 def unsupported_mod(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,

@@ -7,6 +7,7 @@ consecutive tokens of a request. They are copied to their rows of the block, who
 zero; their results are copied back. Transfers of a block overlap the computation of others.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -128,6 +129,30 @@ def make_steps(k: KernelRefs, t: TokenRefs) -> None:
     return count + jnp.maximum(end - first, 0)
 
   k.num_live[0] = lax.fori_loop(*bounds_of(t), add_request, jnp.int32(0))
+
+
+def steps_of_core(k: KernelRefs, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns the steps [begin, end) of the core, of `count`: half of the blocks of keys, if of two.
+
+  A step counts as a block more than it has, for its queries and results.
+  """
+  if k.shape.num_cores == 1:
+    return jnp.int32(0), count
+  fields = Steps._fields
+  first_block, end_block = fields.index("first_block"), fields.index("end_block")
+
+  def add(number: Index, sums: tuple[Index, Index], half: Index) -> tuple[Index, Index]:
+    """Adds a step to the sum of blocks, and to the number of steps if it is in the first half."""
+    blocks, steps = sums
+    after = blocks + (k.steps[end_block, number] - k.steps[first_block, number] + 1)
+    return after, steps + (blocks + after <= half).astype(jnp.int32)
+
+  zero = jnp.int32(0)
+  total = lax.fori_loop(zero, count, functools.partial(add, half=zero), (zero, zero))[0]
+  # A step belongs to the half that its middle is in, so that sums are compared with twice the half.
+  middle = lax.fori_loop(zero, count, functools.partial(add, half=total), (zero, zero))[1]
+  core = pl.program_id(0)
+  return jnp.where(core == 0, zero, middle), jnp.where(core == 0, middle, count)
 
 
 def _block_range(k: KernelRefs, request: Request) -> tuple[Index, Index, Index]:

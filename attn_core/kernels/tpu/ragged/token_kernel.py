@@ -4,6 +4,10 @@
 
 So nothing has to bring the queries of requests to blocks before it, or results to tokens after it.
 A loop in the kernel computes one step after the other; see `kernel` for what a step does.
+
+Cores of a chip with two compute a range of the steps each. Either writes all new tokens and awaits
+its own transfers before it reads a page, so that neither waits for the other: both write the same
+bytes.
 """
 
 from typing import NamedTuple, Sequence
@@ -36,10 +40,9 @@ class TokenInputs(NamedTuple):
   tensor_scales: jax.Array | None  # float32 [2]: scales of all keys and of all values
   query: jax.Array  # [T, K, G, D]
   tokens: tuple[jax.Array, ...]  # keys, values and scales; see `KVLayout`
-  # Written to the first of `tokens`, one array to each, before anything is read: keys and values
-  # [T, token_rows, D]; or the parts of latent rows in 32 bits, [padded tokens, width], as
-  # `row_writes` writes them. Empty: there are none.
-  new: tuple[jax.Array, ...]
+  # Written to `tokens` before anything is read: keys and values [T, token_rows, D], to the first
+  # array; or latent rows as of `row_writes.new_rows`, to all arrays. None: there are none.
+  new: jax.Array | None
   out: jax.Array | None  # [T, K, G, E], with results of requests before `part`; None: none
   mods: ModInputs | None = None  # without numbers of keys
   drafts: tuple[jax.Array, ...] = ()  # see `KernelRefs.drafts`
@@ -51,7 +54,7 @@ class _Form(NamedTuple):
   spec: LogitsSpec
   shape: StepShape
   part: RequestPart
-  num_new: int  # arrays of new tokens
+  num_written: int  # arrays to which new tokens are written
   num_drafts: int  # arrays of drafts
   has_counts: bool
   has_scales: bool  # whether there are scales of all keys and of all values
@@ -89,7 +92,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
   # 1. Inputs.
   scalars = [x for x in (inputs.starts, inputs.lengths, inputs.tables, *inputs.drafts,
                          inputs.counts, inputs.tensor_scales) if x is not None]
-  sources = [query, *inputs.tokens, *new, *([] if inputs.out is None else [inputs.out])]
+  sources = [query, *inputs.tokens, *(x for x in (new, inputs.out) if x is not None)]
   mods = inputs.mods
   numbers = [] if mods is None else mods.numbers()
   # 2. Outputs.
@@ -99,7 +102,8 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
   outputs = [like((tokens, heads, group, layout.widths[-1]), out_dtype, query),
              like((num_steps, shape.head_groups, *column), jnp.float32, query)]
   aliases = {} if inputs.out is None else {len(scalars) + len(sources) - 1: 0}
-  for number, pages in enumerate(inputs.tokens[:len(new)]):
+  written_to = inputs.tokens[:0 if new is None else None if layout.latent else 1]
+  for number, pages in enumerate(written_to):
     outputs.append(like(pages.shape, pages.dtype, pages))
     aliases[len(scalars) + 1 + number] = 2 + number
   # 3. The call.
@@ -107,9 +111,10 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
   scratch = _scratch(shape, (query.dtype, width), (outputs[0].dtype, column), num_steps)
   scratch.append([] if by_step is None else [
       pltpu.VMEM((slots, *by_step.shape[1:]), jnp.int32) for slots in (SLOTS, 1)])
-  writes_rows = layout.latent and new != ()
-  scratch.append(row_writes.scratch(layout) if writes_rows else [])
-  form = _Form(spec, shape, part, len(new), len(inputs.drafts), inputs.counts is not None,
+  writes_rows = layout.latent and new is not None
+  scratch.append([] if new is None or not layout.latent else
+                 row_writes.scratch(layout, new.shape, new.dtype))
+  form = _Form(spec, shape, part, len(written_to), len(inputs.drafts), inputs.counts is not None,
                inputs.tensor_scales is not None, inputs.out is not None)
   groups: list[list] = [scalars, sources, numbers, outputs, *scratch]
   counts = [len(x) for x in groups]
@@ -122,12 +127,13 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
   out, lse, *written = launch.in_32_bits(pl.pallas_call(
       run,
       grid_spec=pltpu.PrefetchScalarGridSpec(
-          num_scalar_prefetch=len(scalars), grid=(1,),
+          num_scalar_prefetch=len(scalars), grid=(shape.num_cores,),
           in_specs=[*[hbm] * len(sources), *map(place, numbers)],
           out_specs=[hbm] * len(outputs), scratch_shapes=[x for part in scratch for x in part]),
       out_shape=outputs, name="attn_core_ragged", input_output_aliases=aliases,
       compiler_params=pltpu.CompilerParams(
-          dimension_semantics=("arbitrary",), disable_bounds_checks=True,
+          dimension_semantics=("arbitrary" if shape.num_cores == 1 else "parallel",),
+          disable_bounds_checks=True,
           vmem_limit_bytes=row_mods.vmem_limit(shape, query.dtype, mods) + (
               row_writes.vmem_bytes(layout) if writes_rows else 0)),
   ))(*scalars, *sources, *numbers)
@@ -186,13 +192,12 @@ def _refs(form: _Form, parts: Sequence[Sequence[Ref]],
     t = t._replace(numbers=mods.by_step, number_blocks=of_mods[0])
     mods = mods._replace(by_step=of_mods[1])
   new: NewTokenRefs | RowRefs | None = None
-  if form.num_new:
+  if form.num_written:
     # What is read is the result, since interpret mode does not write to the argument.
-    new_rows = sources[-form.num_new:]
-    sources = [*pages, *sources[form.num_new:-form.num_new]]
-    new = NewTokenRefs(starts, lengths, tables, new_rows[0], pages[0], new_written,
+    new = NewTokenRefs(starts, lengths, tables, sources[-1], pages[0], new_written,
                        form.shape.row_pages, token_blocks.requests_in_use(t), query.shape[0])
-    new = row_writes.refs(new, new_rows, pages, of_rows) if of_rows else new
+    sources = [*pages, *sources[form.num_written:-1]]
+    new = row_writes.refs(new, form.shape.layout, pages, of_rows) if of_rows else new
   return KernelRefs(form.spec, form.shape, steps, num_live, tables,
                     scalars[-1] if form.has_scales else None, rows, sources, (out, lse), buffers,
                     words, online_softmax.Running(*running), arrived, counters, mods,
@@ -200,35 +205,40 @@ def _refs(form: _Form, parts: Sequence[Sequence[Ref]],
 
 
 def _kernel(k: KernelRefs, t: TokenRefs, new: NewTokenRefs | RowRefs | None) -> None:
-  """Computes all steps."""
+  """Computes the steps of a core."""
   # 1. Write the new tokens, find the steps, and start the transfers of the first blocks.
   written: jax.Array | int = 0
   if isinstance(new, RowRefs):
     row_writes.write(new)
   elif new is not None:
     written = new_tokens.start(new)
-  token_blocks.clear_others(k, t)
+  clear_others = lambda: token_blocks.clear_others(k, t)
+  if k.shape.num_cores == 1:
+    clear_others()
+  else:
+    pl.when(pl.program_id(0) == 0)(clear_others)
   token_blocks.make_steps(k, t)
-  count = kernel.step_count(k)
+  begin, end = token_blocks.steps_of_core(k, kernel.step_count(k))
   step_of = lambda number: kernel.step_of(k, number)
-  pl.when(count > 0)(lambda: token_blocks.start_queries(k, t, 0, step_of(0), 0))
+  pl.when(begin < end)(
+      lambda: token_blocks.start_queries(k, t, begin, step_of(begin), begin & 1))
   if isinstance(new, NewTokenRefs):
     new_tokens.wait(new, written)
-  kernel.fetch_first(k, count)
+  kernel.fetch_first(k, begin, end)
 
-  @pl.loop(jnp.int32(0), count)
+  @pl.loop(begin, end)
   def _(current: jax.Array) -> None:
     step, slot = step_of(current), current & 1
 
     # 2. Fold in the blocks of keys, while the next queries arrive.
-    @pl.when(current + 1 < count)
+    @pl.when(current + 1 < end)
     def _() -> None:
       token_blocks.start_queries(k, t, current + 1, step_of(current + 1), 1 - slot)
     token_blocks.load_rows(k, t, step, slot)
-    kernel.fold_blocks(k, step, count)
+    kernel.fold_blocks(k, step, end)
 
     # 3. Normalize and send, when the results that were in the slot have been sent.
-    @pl.when(current >= SLOTS)
+    @pl.when(current >= begin + SLOTS)
     def _() -> None:
       token_blocks.wait_results(k, t, step_of(current - SLOTS), slot)
     heads = k.shape.group_heads
@@ -240,6 +250,6 @@ def _kernel(k: KernelRefs, t: TokenRefs, new: NewTokenRefs | RowRefs | None) -> 
     token_blocks.start_results(k, t, current, step, slot)
 
   # 4. Wait for the last results.
-  @pl.loop(jnp.maximum(count - SLOTS, 0), count)
+  @pl.loop(jnp.maximum(end - SLOTS, begin), end)
   def _(number: jax.Array) -> None:
     token_blocks.wait_results(k, t, step_of(number), number & 1)

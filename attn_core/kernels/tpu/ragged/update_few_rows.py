@@ -30,6 +30,7 @@ from attn_core.kernels.tpu.ragged import common, row_mods, visibility
 from attn_core.kernels.tpu.ragged.common import Index, KernelRefs, TileIndex
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 
+DIGITS = 127.0 * 2**16  # the largest number of three digits of int8, of which the lower are < 128
 StartSome = Callable[[int, int], None]  # starts part i of n of the next transfers
 
 
@@ -209,27 +210,63 @@ def _scores_of_latents(k: KernelRefs, block: KVBlock, group: Index, piece: slice
     As `_scores`.
   """
   rows, width = k.rows[0, group], k.shape.layout.widths[1]
-  parts = block.read_parts(piece, rows.dtype, _operand_dtype(k, propagate_nan))
+  digits = _in_digits(k)
+  parts = block.read_parts(
+      piece, rows.dtype, jnp.int8 if digits else _operand_dtype(k, propagate_nan))
   scales = block.row_scales(piece)
   if propagate_nan:
-    count = sum(_count_nonfinite(k, x) for x in parts)
-    parts = [_mask_nonfinite(x) for x in parts]
+    count = sum(_count_nonfinite(k, x) for x in parts if x.dtype != jnp.int8)
+    parts = [x if x.dtype == jnp.int8 else _mask_nonfinite(x) for x in parts]
     if scales is not None:
       finite = scales - scales == 0
       count, scales = count + jnp.where(finite, 0.0, 1.0), jnp.where(finite, scales, 0)
   if scales is None:
     scores = common.dot(k, rows, parts[0], 1)
   else:
-    scores = common.dot(k, rows[:, :width], parts[0], 1) * scales
+    own = rows[:, :width]
+    scores = (_dot_in_digits(own, parts[0], 1) if digits else
+              common.dot(k, own, parts[0], 1)) * scales
     scores = scores + common.dot(k, rows[:, width:], parts[1], 1)
   if propagate_nan:
     scores = jnp.where(count > 0, jnp.nan, scores)
 
   def weigh(weights: jax.Array) -> jax.Array:
     weights = weights if scales is None else weights * scales
+    if digits:
+      return _dot_in_digits(weights, parts[0], 0)
     return common.dot(k, weights.astype(rows.dtype), parts[0][:, :width], 0)
 
   return scores, weigh
+
+
+def _in_digits(k: KernelRefs) -> bool:
+  """Returns whether products with latents of int8 are those of `_dot_in_digits`.
+
+  It is faster than converting the latents, but for many rows, or in as many bits as float32 has.
+  """
+  return (k.spec.int8_products and jnp.dtype(k.shape.layout.dtype) == jnp.int8
+          and k.rows.dtype == jnp.bfloat16 and k.shape.group_rows <= common.FEW_ROWS)
+
+
+def _dot_in_digits(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+  """Contracts the columns of a with `axis` of b, int8, into float32.
+
+  The numbers of a row are rounded to a 2**23rd of the largest one, as three digits of int8.
+  """
+  wide = a.astype(jnp.float32)
+  largest = jnp.maximum(jnp.abs(wide).max(1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+  rest = jnp.round(wide * (1 / largest) * DIGITS).astype(jnp.int32)
+  digits: list[jax.Array] = []
+  for _ in range(2):
+    digit = lax.shift_right_arithmetic(lax.shift_left(rest, jnp.int32(24)), jnp.int32(24))
+    digits.append(digit)
+    rest = lax.shift_right_arithmetic(rest - digit, jnp.int32(8))
+  stacked = jnp.concatenate([*digits, rest]).astype(jnp.int8)
+  found = lax.dot_general(stacked, b, (((1,), (axis,)), ((), ())),
+                          preferred_element_type=jnp.int32).astype(jnp.float32)
+  low, middle, high = jnp.split(found, 3)
+  total = (high * 2.0**16 + middle * 2.0**8 + low) * (largest / DIGITS)
+  return total + (wide - wide).sum(1, keepdims=True)
 
 
 def _scaled(k: KernelRefs, x: jax.Array, *, is_value: bool) -> jax.Array:
