@@ -46,24 +46,17 @@ def dequantized(call: Call) -> AttentionOutput:
   Keys and values are dequantized once, to the query's dtype, which costs many queries less than
   each block of keys by itself does.
   """
-  return _dequantized(xla_flash.KERNEL, call)
+  return flash.by_kernel(xla_flash.KERNEL, call, xla_decode.dequantized)
 
 
 def dequantized_tpu(call: Call) -> AttentionOutput:
   """Attends to a quantized cache by the block-wise kernels for TPUs; see `dequantized`."""
-  return _dequantized(flash.tpu_kernel(), call)
+  return flash.by_kernel(flash.tpu_kernel(), call, xla_decode.dequantized)
 
 
 def dequantized_gpu(call: Call) -> AttentionOutput:
   """Attends to a quantized cache by the block-wise kernels for Hopper; see `dequantized`."""
-  return _dequantized(flash.gpu_kernel(), call)
-
-
-def _dequantized(kernel: Kernel, call: Call) -> AttentionOutput:
-  """Runs a block-wise kernel on the dequantized keys and values of each shard."""
-  mesh = shard_map.partitioner_mesh(call.placement)
-  return flash.sharded(lambda operands: primitives.attend(
-      kernel, xla_decode.dequantized(operands), call.spec, call.block_sizes, mesh), call)
+  return flash.by_kernel(flash.gpu_kernel(), call, xla_decode.dequantized)
 
 
 def by_kernel(kernel: Kernel, call: Call) -> AttentionOutput:

@@ -44,11 +44,12 @@ def gpu_kernel() -> Kernel:
   return kernel.make_kernel(xla_flash.KERNEL)
 
 
-def by_kernel(kernel: Kernel, call: Call) -> AttentionOutput:
-  """Runs a kernel on each shard of the batch and of the heads."""
+def by_kernel(kernel: Kernel, call: Call,
+              prepared: Callable[[Operands], Operands] = lambda x: x) -> AttentionOutput:
+  """Runs a kernel on each shard of the batch and of the heads, `prepared` there."""
   mesh = shard_map.partitioner_mesh(call.placement)
-  return sharded(lambda operands: primitives.attend(kernel, operands, call.spec, call.block_sizes,
-                                                    mesh), call)
+  return sharded(lambda operands: primitives.attend(
+      kernel, prepared(operands), call.spec, call.block_sizes, mesh), call)
 
 
 def sharded(attend: Callable[[Operands], Residuals], call: Call) -> AttentionOutput:

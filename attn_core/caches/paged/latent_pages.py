@@ -146,7 +146,8 @@ def _appended(cache: PagesLatent, rows: checks.Array, mapping: Array) -> PagesLa
   """Writes rows that fit the pages to the slots `mapping`."""
   rows, latent = jnp.asarray(rows), cache.widths.latent
   latent_layout.check_dtype(cache, rows)
-  write = lambda held, new: device_pages.write(held, new, 0, *token_writes.places(cache, mapping))
+  place = token_writes.places(cache, mapping)
+  write = lambda held, new: device_pages.write(held, new, 0, *place)
   if cache.scales is None:
     return cache._replace(pages=write(cache.pages, latent_layout.pad(cache.pages, rows)))
   assert cache.rope is not None

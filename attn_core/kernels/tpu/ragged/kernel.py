@@ -11,7 +11,7 @@ on the number of rows of queries: `update_few_rows` or `update_many_rows`.
 
 import functools
 from types import ModuleType
-from typing import Any, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import chex
 import jax
@@ -64,23 +64,14 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   mods = inputs.mods
   sources = [x for x in (*inputs.tokens, mods and mods.keys, inputs.mask) if x is not None]
   numbers = [] if mods is None else mods.numbers()
-  grid = _grid(shape, num_steps)
-  first_of = lambda ids: 0 if len(grid) == 1 else ids[0] * grid[1]
-
-  def index_map(*args: Any, after: int = 0) -> tuple[Index, ...]:
-    """Maps a place of the grid, and scalars, to that of the step that comes `after` it."""
-    ids, count = args[:len(grid)], args[len(grid) + 1]
-    # Steps after the first `num_live` repeat the last block index, so that they copy nothing.
-    last = jnp.clip(count[count.shape[0] - 1] - 1, 0, num_steps - 1)
-    return jnp.minimum(first_of(ids) + ids[-1] + after, last), 0, 0, 0
-
-  block = lambda *last: pl.BlockSpec((1, shape.head_groups, *last), index_map)
+  grid = _Grid(num_steps, shape.num_cores)
+  block = lambda *last: pl.BlockSpec((1, shape.head_groups, *last), grid.block_index)
   block_of = lambda x: block(*x.shape[2:]) if x.shape[0] == num_steps else pl.BlockSpec(
       x.shape, lambda *_: (0, 0, 0, 0))
   row_blocks = [block_of(rows)]
   if shape.raw_rows:
     row_blocks = [pl.BlockSpec((1, *rows.shape[1:]), of) for of in (
-        lambda *args: (first_of(args), 0, 0, 0), functools.partial(index_map, after=1))]
+        grid.first_index, functools.partial(grid.block_index, after=1))]
   # 2. Outputs.
   varying = jax.typeof(rows).manual_axis_type
   output = lambda last, dtype: jax.ShapeDtypeStruct((num_steps, shape.head_groups, *last), dtype,
@@ -109,24 +100,52 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   out, lse = launch.in_32_bits(pl.pallas_call(
       kernel,
       grid_spec=pltpu.PrefetchScalarGridSpec(
-          num_scalar_prefetch=len(scalars), grid=grid,
+          num_scalar_prefetch=len(scalars), grid=grid.sizes,
           in_specs=[*row_blocks, *map(block_of, numbers),
                     *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(sources)],
           out_specs=[block(shape.group_rows, width), block(*column)],
           scratch_shapes=[x for group in scratch for x in group]),
       out_shape=outputs, name="attn_core_ragged",
       compiler_params=pltpu.CompilerParams(
-          dimension_semantics=("arbitrary",) if len(grid) == 1 else ("parallel", "arbitrary"),
+          dimension_semantics=("arbitrary",) if grid.cores == 1 else ("parallel", "arbitrary"),
           disable_bounds_checks=True,
           vmem_limit_bytes=row_mods.vmem_limit(shape, rows.dtype, mods)),
   ))(*scalars, *queries, *numbers, *sources)
   return out, lse.reshape(num_steps, shape.head_groups, shape.group_rows)
 
 
-def _grid(shape: StepShape, num_steps: int) -> tuple[int, ...]:
-  """Returns (steps,), or (cores, steps of a core), each of which has one."""
-  cores = min(shape.num_cores, num_steps)
-  return (num_steps,) if cores == 1 else (cores, cdiv(num_steps, cores))
+class _Grid(NamedTuple):
+  """The grid of a kernel, whose steps are divided among the cores of the chip."""
+
+  num_steps: int
+  num_cores: int
+
+  @property
+  def cores(self) -> int:
+    """Cores that have a step."""
+    return min(self.num_cores, self.num_steps)
+
+  @property
+  def sizes(self) -> tuple[int, ...]:
+    """(steps,), or (cores, steps of a core)."""
+    return (self.num_steps,) if self.cores == 1 else (
+        self.cores, cdiv(self.num_steps, self.cores))
+
+  def first_of(self, ids: Sequence[Index]) -> Index:
+    """Returns the first step of the core at a place of the grid."""
+    return 0 if self.cores == 1 else ids[0] * self.sizes[1]
+
+  def first_index(self, *args: Any) -> tuple[Index, ...]:
+    """Maps a place of the grid to the block of the first step of its core."""
+    return self.first_of(args), 0, 0, 0
+
+  def block_index(self, *args: Any, after: int = 0) -> tuple[Index, ...]:
+    """Maps a place of the grid, and scalars, to the block of the step that comes `after` it."""
+    axes = len(self.sizes)
+    ids, count = args[:axes], args[axes + 1]
+    # Steps after the first `num_live` repeat the last block index, so that they copy nothing.
+    last = jnp.clip(count[count.shape[0] - 1] - 1, 0, self.num_steps - 1)
+    return jnp.minimum(self.first_of(ids) + ids[-1] + after, last), 0, 0, 0
 
 
 def _kernel_refs(spec: LogitsSpec, shape: StepShape, parts: Sequence[Sequence[Ref]]) -> KernelRefs:
@@ -160,12 +179,11 @@ def mod_refs(spec: LogitsSpec, numbers: Sequence[Ref]) -> ModRefs | None:
 
 def _kernel(k: KernelRefs) -> None:
   """Computes one grid step."""
-  grid = _grid(k.shape, k.steps.shape[1])
-  begin: Index = 0
-  current, end = pl.program_id(len(grid) - 1), step_count(k)
-  if len(grid) > 1:
-    begin = pl.program_id(0) * grid[1]
-    current, end = begin + current, jnp.minimum(begin + grid[1], end)
+  grid = _Grid(k.steps.shape[1], k.shape.num_cores)
+  ids = [pl.program_id(axis) for axis in range(len(grid.sizes))]
+  begin, current, end = grid.first_of(ids), ids[-1], step_count(k)
+  if grid.cores > 1:
+    current, end = begin + current, jnp.minimum(begin + grid.sizes[1], end)
 
   # 1. In the first step: find all steps, and start the transfers of the first blocks.
   @pl.when(current == begin)

@@ -141,16 +141,16 @@ def steps_of_core(k: KernelRefs, count: jax.Array) -> tuple[jax.Array, jax.Array
   fields = Steps._fields
   first_block, end_block = fields.index("first_block"), fields.index("end_block")
 
-  def add(number: Index, sums: tuple[Index, Index], half: Index) -> tuple[Index, Index]:
-    """Adds a step to the sum of blocks, and to the number of steps if it is in the first half."""
+  def add(number: Index, sums: tuple[Index, Index], total: Index) -> tuple[Index, Index]:
+    """Adds a step to the sum of blocks, and to the number of steps in the first half of `total`."""
     blocks, steps = sums
     after = blocks + (k.steps[end_block, number] - k.steps[first_block, number] + 1)
-    return after, steps + (blocks + after <= half).astype(jnp.int32)
+    # A step belongs to the half that its middle, (blocks + after) / 2, is in.
+    return after, steps + (blocks + after <= total).astype(jnp.int32)
 
   zero = jnp.int32(0)
-  total = lax.fori_loop(zero, count, functools.partial(add, half=zero), (zero, zero))[0]
-  # A step belongs to the half that its middle is in, so that sums are compared with twice the half.
-  middle = lax.fori_loop(zero, count, functools.partial(add, half=total), (zero, zero))[1]
+  total = lax.fori_loop(zero, count, functools.partial(add, total=zero), (zero, zero))[0]
+  middle = lax.fori_loop(zero, count, functools.partial(add, total=total), (zero, zero))[1]
   core = pl.program_id(0)
   return jnp.where(core == 0, zero, middle), jnp.where(core == 0, middle, count)
 
